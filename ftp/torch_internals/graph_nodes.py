@@ -57,3 +57,13 @@ def new_node(
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+def since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:
+    """The nodes of a graph after ``last``, or all."""
+    nodes = []
+    node = root._prev
+    while node is not last and node is not root:
+        nodes.append(node)
+        node = node._prev
+    return nodes[::-1]

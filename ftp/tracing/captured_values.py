@@ -18,13 +18,13 @@ class CapturedValues(KnownValues):
         super().__init__()
         self._recorder = recorder
 
-    def _is_given(self, node: fx.Node) -> bool:
-        return super()._is_given(node) or self._captured(node) is not None
+    def is_given(self, node: fx.Node) -> bool:
+        return super().is_given(node) or self._captured(node) is not None
 
-    def _given(self, node: fx.Node, root: torch.nn.Module) -> Any:
+    def given(self, node: fx.Node) -> Any:
         tensor = self._captured(node)
         if tensor is None:
-            return super()._given(node, root)
+            return super().given(node)
         self._recorder.note_read(tensor)
         return tensor.detach().cpu()
 

@@ -3,17 +3,15 @@ table of angles: the ops are run again, in-place ones too.
 """
 
 import operator
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.written import writes
 from ftp.torch_internals.op_types import OpOverload
-from ftp.tracing.data_dependent.known_values import computing
+from ftp.tracing.data_dependent.known_values import computed, computing
 from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.op_facts import op_facts
 from ftp.tracing.recorder import Recorder
@@ -34,8 +32,7 @@ def values_of(nodes: Iterable[fx.Node], recorder: Recorder) -> dict[fx.Node, Ten
     values: dict[fx.Node, Any] = {}
     with computing():
         for at in ordered:
-            with _default_dtype_of(at):
-                values[at] = _computed(at, values, recorder, written)
+            values[at] = _value(at, values, recorder, written)
         moved = _Moved()
         return {node: moved.to_device_of(node.meta["val"], values[node]) for node in known}
 
@@ -65,25 +62,6 @@ class _Moved:
         )
 
 
-@contextmanager
-def _default_dtype_of(node: fx.Node) -> Iterator[None]:
-    """Within the block torch's default dtype is the one that a node was recorded under, as far as
-    its result tells: the function may have changed it.
-    """
-    val, before = node.meta.get("val"), torch.get_default_dtype()
-    if isinstance(val, Tensor) and val.is_complex():
-        torch.set_default_dtype(val.dtype.to_real())
-    elif isinstance(val, Tensor) and val.dtype in _DEFAULTS:
-        torch.set_default_dtype(val.dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-_DEFAULTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
 def _needed(node: fx.Node) -> list[fx.Node]:
     """The nodes that a value is computed from, and the writes to them, in order."""
     nodes, held, found = {node}, storages(node), list[fx.Node]()
@@ -107,15 +85,10 @@ def _is_computable(node: fx.Node) -> bool:
     )
 
 
-def _computed(
-    node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder, written: set[int]
-) -> Any:
+def _value(node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder, written: set[int]) -> Any:
     if node.op == "placeholder":
         value = recorder.with_values[node.meta["ftp_constant"]].detach().cpu()
         return value.clone() if written & storages(node) else value
     if node.op == "get_attr":
         return getattr(recorder.tracer.root, str(node.target)).clone()
-    args, kwargs = mapped_arguments(node, values.__getitem__)
-    if kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    return computed(node, values)

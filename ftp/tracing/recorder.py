@@ -31,7 +31,7 @@ from ftp.torch_internals.autograd_state import (
 from ftp.torch_internals.deferred_symbols import keep_unused_numbers
 from ftp.torch_internals.fake_tensors import FakeTensor, mode_for
 from ftp.torch_internals.functorch import unwrap_if_dead
-from ftp.torch_internals.graph_nodes import GraphNames, new_node
+from ftp.torch_internals.graph_nodes import GraphNames, new_node, since
 from ftp.torch_internals.modes import (
     DisableTorchFunction,
     TorchDispatchMode,
@@ -356,16 +356,6 @@ def note_read(tensors: Iterable[Tensor]) -> None:
     if (recorder := _current.get()) is not None:
         for tensor in tensors:
             recorder.note_read(tensor)
-
-
-def since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:
-    """The nodes of a graph after ``last``, or all."""
-    nodes = []
-    node = root._prev
-    while node is not last and node is not root:
-        nodes.append(node)
-        node = node._prev
-    return nodes[::-1]
 
 
 def _is_real_number(func: OpOverload, args: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.ops.written import writes
+from ftp.torch_internals.graph_nodes import since
 from ftp.torch_internals.modes import (
     DisableTorchFunction,
     disable_current_modes,
@@ -17,7 +18,7 @@ from ftp.torch_internals.modes import (
 )
 from ftp.tracing.call_cache import CALLED, TracedCall, track
 from ftp.tracing.functionalize_graph import rename_writes
-from ftp.tracing.recorder import Recorder, current_recorder, since
+from ftp.tracing.recorder import Recorder, current_recorder
 
 
 class RepeatedSteps:

@@ -35,6 +35,7 @@ from ftp.tracing.clean_graph import clean
 from ftp.tracing.data_dependent.assumptions import Assumptions
 from ftp.tracing.data_dependent.branches import check_writes
 from ftp.tracing.data_dependent.joins import Joins
+from ftp.tracing.data_dependent.known_values import KnownValues
 from ftp.tracing.data_dependent.paths import Paths, Ran, Static, merge_runs
 from ftp.tracing.data_dependent.values_read import (
     Asked,
@@ -355,10 +356,10 @@ def _recorded(
     result: list[Ran] = []
     replayed, means = request.replayed, None if request.within else means_of_trace()
     casts_once = torch.is_autocast_cache_enabled()
-    calls = request.calls
+    calls, known = request.calls, KnownValues()
 
     def run(filled: Sequence[Any]) -> Ran:
-        assumed = Assumptions(recorder, request.checked)
+        assumed = Assumptions(recorder, request.checked, known)
         if means is not None:
             means.begin()
         recorder.begin()
@@ -383,9 +384,9 @@ def _recorded(
         for i, value in zip(request.tensors, values, strict=True):
             filled[i] = value
         # Not around make_fx: it asks some twenty attributes of every input.
-        known = captured_values_from(CapturedValues(recorder).read)
+        captured = captured_values_from(CapturedValues(recorder).read)
         once = casting_once(casts_once)
-        with unchecked(recorder.note_read), known, once, recorder.recording():
+        with unchecked(recorder.note_read, known), captured, once, recorder.recording():
             try:
                 ran = paths.of(lambda: run(filled))
             finally:

@@ -23,9 +23,8 @@ class Assumptions:
             None where claims are not checked.
     """
 
-    def __init__(self, recorder: Any, checked: bool):
-        self._recorder, self._checked = recorder, checked
-        self._values = KnownValues()
+    def __init__(self, recorder: Any, checked: bool, known: KnownValues):
+        self._recorder, self._checked, self._values = recorder, checked, known
         self.found: dict[tuple[str, int], Tensor | None] = {}
 
     def note(self, condition: Condition, claim: str) -> None:

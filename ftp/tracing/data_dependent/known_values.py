@@ -3,7 +3,8 @@ counter.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.ops.written import writes
+from ftp.ops.written import is_in_place, writes
 from ftp.torch_internals.functorch import (
     get_unwrapped,
     is_batchedtensor,
@@ -20,6 +21,7 @@ from ftp.torch_internals.functorch import (
     temporarily_clear_interpreter_stack,
     unwrap_if_dead,
 )
+from ftp.torch_internals.graph_nodes import since
 from ftp.torch_internals.modes import DisableTorchFunction, disable_current_modes
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.functionalize_graph import storages
@@ -43,11 +45,21 @@ def computing() -> Iterator[None]:
 
 
 class KnownValues:
-    """The values of the nodes of one trace, each computed once."""
+    """The values of the nodes of one trace, each computed once, writes included."""
+
+    most = MOST  # elements of a tensor that is computed
 
     def __init__(self) -> None:
+        self._begin(None)
+
+    def _begin(self, graph: fx.Graph | None) -> None:
+        self._graph, self._newest, self._root = graph, None, torch.nn.Module()
         self._of: dict[fx.Node, Any] = {}
-        self._written: dict[fx.Graph, tuple[fx.Node | None, set[int]]] = {}
+        self._last_writes: dict[int, fx.Node] = {}  # that were done, per storage
+        self._known: set[fx.Node] = set()
+        self._fixed: set[int] = set()  # storages that may not be written to
+        self._lost: set[int] = set()  # storages that hold unknown values by now
+        self._writes: dict[int, list[fx.Node]] = {}
 
     def of(self, condition: Any) -> bool | None:
         """The truth of a condition of one element; None where it depends on the program's inputs
@@ -61,6 +73,14 @@ class KnownValues:
 
     def read(self, tensor: Tensor, func: Callable[[Tensor], Any]) -> Any:
         """``func`` of the value of a tensor; None as for ``of``."""
+        node = self.known_node(tensor)
+        if node is None:
+            return None
+        with computing():
+            return func(self._computed(node))
+
+    def known_node(self, tensor: Tensor) -> fx.Node | None:
+        """The node of a tensor whose value is known; None as for ``of``."""
         tensor = unwrap_if_dead(tensor)
         while is_functorch_wrapped_tensor(tensor):
             if is_batchedtensor(tensor):
@@ -71,64 +91,122 @@ class KnownValues:
         tracer: Any = mode.tracer
         with DisableTorchFunction():
             held = tracer.tensor_tracker.get(tensor)
-            if held is None or not self._is_constant(held.proxy.node):
-                return None
-        with computing():
-            return func(self._computed(held.proxy.node, tracer.root))
+        if held is None:
+            return None
+        node: fx.Node = held.proxy.node
+        self._look(node.graph)
+        self._root = tracer.root
+        is_known = node in self._known and self._lost.isdisjoint(storages(node))
+        return node if is_known else None
 
-    def _is_constant(self, node: fx.Node) -> bool:
-        producers: dict[fx.Node, None] = {}
-        stack = [node]
+    def needed(self, node: fx.Node) -> list[fx.Node]:
+        """The ops that compute a value as it is now, and the writes to them, in order; without
+        those that were done.
+        """
+        found, stack = dict[fx.Node, None](), [node]
+        pushed: dict[int, int] = {}
+
+        def push_writes(storage: int, before: fx.Node | None) -> None:
+            if (written := self._writes.get(storage)) is None:
+                return
+            end = len(written) if before is None else bisect_left(written, before)
+            stack.extend(written[pushed.get(storage, 0) : end])
+            pushed[storage] = max(end, pushed.get(storage, 0))
+
+        for storage in storages(node) if self._writes else ():
+            push_writes(storage, None)
         while stack:
-            if (at := stack.pop()) in producers:
+            if (at := stack.pop()) in found or at in self._of:
                 continue
-            if not (self._is_given(at) or _is_computable(at)):
-                return False
-            producers[at] = None
-            if at not in self._of:
-                stack += at.all_input_nodes
-        written = self._written_so_far(node.graph)
-        return not any(storage in written for n in producers for storage in storages(n))
+            found[at] = None
+            for x in at.all_input_nodes:
+                stack.append(x)
+                for storage in storages(x) if self._writes else ():
+                    push_writes(storage, at)
+        return sorted(found)
 
-    def _written_so_far(self, graph: fx.Graph) -> set[int]:
-        """The storages that the ops so far write to. Each op is visited once."""
-        last, written = self._written.get(graph, (None, set[int]()))
-        newest = at = graph._root._prev
-        while at is not last and at is not graph._root:
-            written.update(storage for v in writes(at) for storage in storages(v))
-            at = at._prev
-        self._written[graph] = newest, written
-        return written
+    def _look(self, graph: fx.Graph) -> None:
+        """Find which of the new nodes have known values. Each node is visited once."""
+        if self._graph is not graph:
+            self._begin(graph)
+        last, self._newest = self._newest, graph._root._prev
+        for at in since(last, graph._root):
+            is_known = self._is_known(at)
+            for value in writes(at):
+                for storage in storages(value):
+                    self._writes.setdefault(storage, []).append(at)
+                    if not is_known:
+                        self._lost.add(storage)
+            if is_known:
+                self._known.add(at)
 
-    def _is_given(self, node: fx.Node) -> bool:
-        """Whether `_given` has the value of a node that no op computes."""
+    def _is_known(self, node: fx.Node) -> bool:
+        if self.is_given(node):
+            self._fixed |= storages(node)
+            return True
+        inputs = node.all_input_nodes
+        if not (all(x in self._known for x in inputs) and _is_computable(node, self.most)):
+            return False
+        if self._lost and not all(self._lost.isdisjoint(storages(x)) for x in inputs):
+            return False
+        return all(self._fixed.isdisjoint(storages(value)) for value in writes(node))
+
+    def is_given(self, node: fx.Node) -> bool:
+        """Whether `given` has the value of a node that no op computes."""
         return node.op == "get_attr"
 
-    def _given(self, node: fx.Node, root: torch.nn.Module) -> Any:
-        return getattr(root, str(node.target))
+    def given(self, node: fx.Node) -> Any:
+        return getattr(self._root, str(node.target)).clone()
 
-    def _computed(self, node: fx.Node, root: torch.nn.Module) -> Any:
-        stack = [node]
-        while stack:
-            at = stack[-1]
-            missing = [x for x in at.all_input_nodes if x not in self._of]
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
-            if at in self._of:
-                continue
-            if self._is_given(at):
-                self._of[at] = self._given(at, root)
-                continue
-            args, kwargs = mapped_arguments(at, self._of.__getitem__)
-            if kwargs.get("device") is not None:
-                kwargs = {**kwargs, "device": torch.device("cpu")}
-            self._of[at] = at.target(*args, **kwargs)  # type: ignore[operator]
+    def _computed(self, node: fx.Node) -> Any:
+        missing = self.needed(node)
+        if any(self._is_overwritten(at) for at in missing):
+            self._of.clear()
+            self._last_writes.clear()
+            missing = self.needed(node)
+        for at in missing:
+            self._of[at] = self.given(at) if self.is_given(at) else computed(at, self._of)
+            for value in writes(at):
+                self._last_writes.update(dict.fromkeys(storages(value), at))
         return self._of[node]
 
+    def _is_overwritten(self, node: fx.Node) -> bool:
+        """Whether a later write was done to what a node reads."""
+        if not self._last_writes:
+            return False
+        held = (storage for x in node.all_input_nodes for storage in storages(x))
+        return any((at := self._last_writes.get(s)) is not None and node < at for s in held)
 
-def _is_computable(node: fx.Node) -> bool:
+
+def computed(node: fx.Node, values: Mapping[fx.Node, Any], device: str = "cpu") -> Any:
+    """The result of a node's op."""
+    args, kwargs = mapped_arguments(node, values.__getitem__)
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device(device)}
+    with default_dtype_of(node):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+@contextmanager
+def default_dtype_of(node: fx.Node) -> Iterator[None]:
+    """Within the block torch's default dtype is the one that a node was recorded under, as far as
+    its result tells: the function may have changed it.
+    """
+    val, before = node.meta.get("val"), torch.get_default_dtype()
+    if isinstance(val, Tensor) and val.is_complex():
+        torch.set_default_dtype(val.dtype.to_real())
+    elif isinstance(val, Tensor) and val.dtype in _DEFAULTS:
+        torch.set_default_dtype(val.dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+_DEFAULTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _is_computable(node: fx.Node, most: int) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
@@ -138,9 +216,9 @@ def _is_computable(node: fx.Node) -> bool:
     results = val if isinstance(val, list | tuple) else (val,)
     return (
         target.namespace == "aten"
-        and not target._schema.is_mutable
+        and (not target._schema.is_mutable or is_in_place(target))
         and not op_facts(target).is_random
-        and all(isinstance(x, Tensor) and x.numel() <= MOST for x in results)
+        and all(isinstance(x, Tensor) and x.numel() <= most for x in results)
     )
 
 

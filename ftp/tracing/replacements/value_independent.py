@@ -79,12 +79,13 @@ class unchecked(ModeOfBlocks):
 
     Args:
         note_read: takes a captured tensor that is read in a way that no op shows.
+        known: the values that are known while tracing.
     """
 
-    def __init__(self, note_read: Callable[[Tensor], None]) -> None:
+    def __init__(self, note_read: Callable[[Tensor], None], known: KnownValues) -> None:
         super().__init__()
-        self._note_read = note_read
-        self._addresses, self._known = Addresses(), KnownValues()
+        self._note_read, self._known = note_read, known
+        self._addresses = Addresses()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = input_first(func, args, kwargs or {})
