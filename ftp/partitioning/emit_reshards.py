@@ -125,17 +125,20 @@ def emit_gathered_pieces(
     x = site.contiguous(site.reshape(x, padded, [math.prod(padded)]))
     y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=[n * math.prod(padded)])
     y = site.emit(aten.reshape.default, y, [n, *padded])
-    where: dict[Piece, tuple[int, int]] = {}
+    found: list[tuple[int, int, int, int]] = []
     for rank, pieces in enumerate(held):
         at = 0
-        for piece in pieces:
-            if piece[0] < piece[1]:
-                where.setdefault(piece, (rank, at))
-            at += piece[1] - piece[0]
-    parts = []
-    for (start, stop), (rank, at) in sorted(where.items()):
+        for start, stop in pieces:
+            if start < stop:
+                found.append((start, stop, rank, at))
+            at += stop - start
+    parts, end = [], 0
+    for start, stop, rank, at in sorted(found):
+        if start < end:  # another rank's piece; formulas of one size may differ, and not be equal
+            continue
         of_rank = site.emit(aten.select.int, y, 0, rank)
         parts.append(site.emit(aten.slice.Tensor, of_rank, dim, at, at + stop - start))
+        end = stop
     return site.contiguous(site.emit(aten.cat.default, parts, dim))
 
 

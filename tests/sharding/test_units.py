@@ -99,6 +99,15 @@ def test_moves_keep_the_values_and_so_do_their_transposes(case, back):
     assert torch.equal(grads["x"], weight)
 
 
+def test_units_that_ranks_share_at_one_of_many_sizes():
+    """The third size is planned for many; the ranks' pieces have formulas that differ then."""
+    mesh, old = ftp.simulated_mesh((2,), ("a",)), P(units("a", 3, pack=3))
+    for n in (36, 45, 9, 18, 54):
+        x = tensor(n, 4)
+        moved = ftp.reshard(ftp.device_put(x, mesh, old), mesh, old, P(None, "a"))
+        assert torch.equal(ftp.device_get(moved, mesh, P(None, "a")), x)
+
+
 def test_units_of_one_element_are_plain_cuts():
     spec = P(units("a", 1), None)
     assert without_stage(spec) == P("a")
