@@ -2,7 +2,6 @@
 ours.
 """
 
-import dis
 import functools
 import linecache
 import os
@@ -10,7 +9,6 @@ import re
 import sys
 import sysconfig
 from types import CodeType, FrameType, TracebackType
-from typing import Any
 
 import optree
 import torch
@@ -102,44 +100,6 @@ def told_line(stack_trace: str) -> str:
 def _is_users_frame(frame: FrameType) -> bool:
     """Code that torch makes from text, as ``python -c`` does, is in no module."""
     return is_users(frame.f_code) and "__name__" in frame.f_globals
-
-
-def users_isinstance() -> bool:
-    """Whether the property that calls this is read by ``isinstance`` of a ``Tensor``, by ``match``
-    or by ``torch.is_tensor``, in code that is neither torch's nor ours. torch's C++ code reads
-    ``__class__`` too, of its arguments, and takes memory that says it is a tensor for one.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    if frame is not None and frame.f_code is torch.is_tensor.__code__:
-        return frame.f_back is not None and is_users(frame.f_back.f_code)
-    return (
-        frame is not None
-        and is_users(frame.f_code)
-        and frame.f_lasti in _asking_for_tensors(frame.f_code)
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _asking_for_tensors(code: CodeType) -> frozenset[int]:
-    """The offsets of instructions that call ``isinstance`` or match a class, where the names that
-    they load, from where the expression begins on, have ``Tensor`` among them, and none of the
-    classes of dtypes (``torch.FloatTensor``): these read the memory of what says it is a tensor.
-    """
-    found, begun, asking = list(dis.get_instructions(code)), dict[Any, int](), set[int]()
-    for i, at in enumerate(found):
-        if at.positions is None or at.positions.col_offset is None:
-            continue
-        begin, matches = begun.setdefault(at.positions[::2], i), at.opname == "MATCH_CLASS"
-        if matches or "CALL" in at.opname:
-            names = [x.argval for x in found[begin:i] if x.opname.startswith("LOAD")]
-            asks = matches or "isinstance" in names[:1]
-            if asks and "Tensor" in names and not any(map(_is_of_dtype, names)):
-                asking.add(at.offset)
-    return frozenset(asking)
-
-
-def _is_of_dtype(name: Any) -> bool:
-    return isinstance(name, str) and type(getattr(torch, name, None)) is type(torch.FloatTensor)
 
 
 def is_users(code: CodeType) -> bool:

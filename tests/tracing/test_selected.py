@@ -5,6 +5,7 @@ import operator
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import singledispatch, singledispatchmethod
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,52 @@ def _told_by_class(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
             case _:
                 total += 1
     return total + sum(out.sin().sum() for out in outputs if torch.is_tensor(out))
+
+
+ARRAYS = (np.ndarray, (Tensor,))
+
+
+class _Kinds:
+    TENSORS = Tensor | np.ndarray
+
+
+@singledispatch
+def _part(out: Any) -> Any:
+    return 1
+
+
+@_part.register(Tensor)
+def _(out: Tensor) -> Tensor:
+    return out.square().sum()
+
+
+class _Parts:
+    kinds = ARRAYS
+
+    @singledispatchmethod
+    def of(self, out: Any) -> Any:
+        return 1
+
+    @of.register(Tensor)
+    def _(self, out: Tensor) -> Tensor:
+        return out.cos().sum()
+
+
+def _told_by_other_names(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """The class under another name, in a tuple or a union; by dispatch; as an attribute."""
+    kept, tensor, parts = (x @ w)[ids >= 0], Tensor, _Parts()
+    outputs = (kept, None, kept.square(), "aux", (kept * 2)[:, 0])
+    total: Any = sum(out.square().sum() for out in outputs if isinstance(out, tensor))
+    total += sum(out.sin().sum() for out in outputs if isinstance(out, ARRAYS))
+    total += sum(out.exp().sum() for out in outputs if isinstance(out, _Kinds.TENSORS))
+    total += sum(out.tanh().sum() for out in outputs if isinstance(out, parts.kinds))
+    total += sum(not isinstance(out, torch.IntTensor | np.ndarray) for out in outputs)
+    for out in outputs:
+        match out:
+            case tensor():
+                total += out.cos().sum()
+    total += sum(out.sigmoid().sum() for out in outputs if out.__class__ is Tensor)
+    return total + sum(map(_part, outputs)) + sum(map(parts.of, outputs))
 
 
 def _written_back(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
@@ -435,6 +482,7 @@ PROGRAMS = [
     _mean,
     _losses,
     _told_by_class,
+    _told_by_other_names,
     _written_back,
     _experts,
     _experts_of_mixtral,

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ftp.errors import TraceError
-from ftp.source import users_isinstance
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.data_dependent.guards import asking_frame, asks_whether_any
 from ftp.tracing.data_dependent.traced_number import TracedNumber, without_numbers
 from ftp.tracing.data_dependent.values_read import read_count
 from ftp.tracing.nested_arguments import flat, map_leaves
 from ftp.tracing.same_values import holds_same
+from ftp.tracing.selected_rows.class_asked import is_asked_for_tensor
 from ftp.tracing.selected_rows.group import (
     SelectionGroup,
     ShapeOfSelection,
@@ -92,7 +92,7 @@ class Selected:
 
     @property
     def __class__(self) -> type:
-        return Tensor if users_isinstance() else Selected
+        return Tensor if is_asked_for_tensor() else Selected
 
     @property
     def rows(self) -> Tensor:
