@@ -40,10 +40,12 @@ class TraceError(FtpError):
 
     Attributes:
         needs_value: whether the function needs a value, or a shape that depends on one.
+        needs_decisions: whether it decides by values in too many ways, and uses no integers before.
         is_of_earlier_trace: whether it uses a tensor that an earlier trace left behind.
     """
 
     needs_value = False
+    needs_decisions = False
     is_of_earlier_trace = False
 
 

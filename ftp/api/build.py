@@ -3,6 +3,7 @@ another rank is the first rank's plan.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -18,6 +19,7 @@ from ftp.runtime.program import Program
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import places_of, with_read
+from ftp.tracing.input_values import asking_whole
 from ftp.tracing.trace import Traced
 from ftp.tracing.watched_values import WatchedValues
 from ftp.turns import turn
@@ -42,6 +44,10 @@ def build(
     is_lowered = traced is not None
     with turn():
         traced = traced or inputs.traced or traced_for(definition, inputs)
+        if traced.asked is not None and traced.asked.inputs:
+            # In explicit mode no line asks for whole inputs.
+            of_value = replace(traced, asked=replace(traced.asked, inputs=()))
+            traced = of_value if definition.options.explicit else asking_whole(traced)
         planning = Planning(definition, inputs, *specs_of_results(definition, inputs, traced))
         key = "" if is_lowered else _key(planning, traced)
 

@@ -32,6 +32,7 @@ from ftp.torch_internals.tracer_lock import TRACING
 from ftp.tracing.alike import Alike, RecordedOps
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.data_dependent.values_read import ValuesRead
+from ftp.tracing.input_values import WholeInputs
 from ftp.tracing.settings import as_called
 from ftp.tracing.trace import Traced, trace
 
@@ -158,12 +159,13 @@ def traced_for(
     mesh: Mesh | None = None,
     recognises: Callable[[RecordedOps], bool] | None = None,
     replayed: Alike | None = None,
+    whole: WholeInputs | None = None,
 ) -> Traced:
     """The trace of the function for these inputs; with ``sizes``, for all sizes of dynamic dims.
 
     Args:
         mesh: that the function finds around it; default the definition's.
-        recognises, replayed: as of `trace`.
+        recognises, replayed, whole: as of `trace`.
     """
     call = inputs.call
     if calls is None and definition.options.explicit:
@@ -190,6 +192,7 @@ def traced_for(
                 recognises=recognises,
                 replayed=replayed,
                 reads=definition.reads if sizes is None else None,
+                whole=whole,
             )
         except (AttributeError, TypeError) as e:
             names = nones(call)

@@ -72,8 +72,9 @@ class Step:
     (True, tensor([2., 2.]), 0)
     """
 
-    def __init__(self, definition: Definition):
+    def __init__(self, definition: Definition, traced: Mapping[Any, Traced] | None = None):
         self._definition, self._options = definition, definition.options
+        self._traced_before = dict(traced or {})  # by the key of the arguments
         self._dynamic = DynamicPrograms(definition.options.programs)
         self._cache = ProgramCache(definition.options.programs)
         self._last: tuple[Planned, Expected, Returned] | None = None
@@ -152,12 +153,7 @@ class Step:
         """
         if planned.asked is None:
             return planned.result(outputs)
-        try:
-            step = self._by_values.step_for(planned.asked, outputs[0], record)
-        except Warning as e:  # which a filter made an error here, and may have on no other rank
-            record.agree(record.next(), e)
-            raise
-        return step(*args)
+        return self._by_values.step_for(planned, outputs, record, args)(*args)
 
     @cached_property
     def _by_values(self) -> StepsByValues:
@@ -384,7 +380,8 @@ class Step:
         handed_out = record.hand_out() if self.mesh.hosts else None
         try:
             try:
-                planned = self._built(Inputs(call, specs, shapes, handed_out))
+                traced = self._traced_before.pop(call.key, None)
+                planned = self._built(Inputs(call, specs, shapes, handed_out, traced))
                 _check_captured_kept(call, planned)
             finally:
                 if handed_out is not None:

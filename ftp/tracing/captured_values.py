@@ -19,15 +19,16 @@ class CapturedValues(KnownValues):
         self._recorder = recorder
 
     def is_given(self, node: fx.Node) -> bool:
-        return super().is_given(node) or self._captured(node) is not None
+        return super().is_given(node) or self.captured(node) is not None
 
     def given(self, node: fx.Node) -> Any:
-        tensor = self._captured(node)
+        tensor = self.captured(node)
         if tensor is None:
             return super().given(node)
         self._recorder.note_read(tensor)
         return tensor.detach().cpu()
 
-    def _captured(self, node: fx.Node) -> torch.Tensor | None:
+    def captured(self, node: fx.Node) -> torch.Tensor | None:
+        """The captured tensor that a node stands for."""
         number = node.meta.get("ftp_constant")
         return None if number is None else self._recorder.with_values.get(number)

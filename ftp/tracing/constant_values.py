@@ -91,4 +91,4 @@ def _value(node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder, writte
         return value.clone() if written & storages(node) else value
     if node.op == "get_attr":
         return getattr(recorder.tracer.root, str(node.target)).clone()
-    return computed(node, values)
+    return computed(node, values, "cpu")

@@ -40,15 +40,15 @@ from ftp.tracing.data_dependent.paths import Paths, Ran, Static, merge_runs
 from ftp.tracing.data_dependent.values_read import (
     Asked,
     Reading,
-    ValueAsked,
     ValuesRead,
     captured_values_from,
-    reading_to,
 )
 from ftp.tracing.forward_mode import ForwardModeRefused, by_reverse_mode
 from ftp.tracing.functionalize_graph import constants_last, functional_form, lift_attributes
 from ftp.tracing.gradient import WAYS, gradients_by_torch, taking
+from ftp.tracing.input_values import InputValues, ReadProgram, WholeInputs, small_inputs
 from ftp.tracing.left_behind import LeftBehind, as_next_call, ending, forget_cached, left_behind
+from ftp.tracing.reads import result_of, with_reads
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.replacements.fused_ops import FUSED, as_on_device, as_primitives
 from ftp.tracing.replacements.libraries import patched_libraries
@@ -56,9 +56,8 @@ from ftp.tracing.replacements.nested_traces import nested_traces
 from ftp.tracing.replacements.reshaped_views import check_reshaped_views
 from ftp.tracing.replacements.value_independent import unchecked
 from ftp.tracing.row_indices import gather_rows
-from ftp.tracing.same_values import holds_same
+from ftp.tracing.same_values import NumberedValues, holds_same
 from ftp.tracing.selected_rows.narrow import check_copied_views
-from ftp.tracing.selected_rows.results import counted
 from ftp.tracing.settings import casting_once
 
 if TYPE_CHECKING:
@@ -86,6 +85,8 @@ class Traced:
             checked, the graph's last outputs are bools that say whether they hold.
         symbolic: for a trace with dynamic sizes, its symbolic numbers.
         recording: the recorded ops, if the trace keeps them.
+        read_program: the ops that compute the values which the function reads, if inputs were
+            given whole.
         asked: set if the program returns a value that the function reads, not its result.
         is_recognised: the trace ended with its recording.
     """
@@ -100,6 +101,7 @@ class Traced:
     assumptions: tuple[str, ...] = ()
     symbolic: "Symbolic | None" = None
     recording: RecordedOps | None = None
+    read_program: ReadProgram | None = None
     asked: Asked | None = None
     is_recognised: bool = False
 
@@ -129,6 +131,7 @@ def trace(
     recognises: Callable[[RecordedOps], bool] | None = None,
     replayed: Alike | None = None,
     reads: ValuesRead | None = None,
+    whole: WholeInputs | None = None,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
@@ -151,6 +154,7 @@ def trace(
         replayed: recordings of the function to trace instead of it.
         reads: the values that the function has read so far, if it may read values as Python
             numbers: the trace ends at the next one. None: a function that needs one is refused.
+        whole: inputs of which the trace computes values that the function reads, and goes on.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -165,23 +169,24 @@ def trace(
     """
     options = (line, checked, within, calls, shapes, symbolic, recognises, replayed)
     request = _Request(fn, leaves, in_tree, device_type, names, *options)
-    made = partial(_traced, request)
+    made = partial(_made, request)
     state = {} if within else state_around(fn)
     again = replace(request, calls=None, shapes=None, symbolic=None, left=[])
     ended = ending(request.left, again.left)
     no_anomaly = torch.autograd.set_detect_anomaly(False)  # it reads gradients
     with ended, values_left() as carried, no_anomaly:
         try:
-            traced = _with_reads(made, reads)
+            traced = with_reads(made, reads, whole)
         except Exception as error:
             if not deferred_compiler.is_lacking(error):
                 raise
             deferred_compiler.load()
-            traced = _with_reads(made, reads)
-        anew = partial(_with_reads, partial(_traced, again), reads)
+            traced = with_reads(made, reads, whole)
+        anew = partial(with_reads, partial(_made, again), reads, whole)
         if request.left:
-            of_next = partial(_traced, replace(request, recognises=None))
-            traced = as_next_call(traced, request.left, anew, partial(_with_reads, of_next, reads))
+            next_made = partial(_made, replace(request, recognises=None))
+            of_next = partial(with_reads, next_made, reads, whole)
+            traced = as_next_call(traced, request.left, anew, of_next)
             forget_cached(fn)
         if not (traced.is_recognised or within):
             check_changes(fn, state, carried, traced, anew)
@@ -190,7 +195,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of `trace`, except ``reads``.
+    """The arguments of `trace`, except ``reads`` and ``whole``.
 
     Attributes:
         left: gets what the function leaves behind, at each attempt.
@@ -217,6 +222,11 @@ class _Request:
         return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
 
     @cached_property
+    def small(self) -> tuple[int, ...]:
+        """The places, among the tensors, of those that may be whole on every rank."""
+        return small_inputs([self.leaves[i] for i in self.tensors])
+
+    @cached_property
     def tensor_names(self) -> list[str]:
         return [self.names[i] for i in self.tensors]
 
@@ -228,32 +238,10 @@ class _Request:
         return list(map(recorder.fake, given, dtypes))
 
 
-class _FollowsDecision(Exception):
-    """The function reads a value after a decision: each path would read a value of its own."""
-
-
-def _with_reads(made: Callable[..., Traced], reads: ValuesRead | None) -> Traced:
-    """A trace that reads as few values as possible."""
-    refused: TraceError | None = None
-    if reads is None or not reads.values:
-        try:
-            return _by_any_way(partial(made, reads=None))
-        except TraceError as error:
-            if not error.needs_value or reads is None:
-                raise
-            refused = error
-    while reads is not None:
-        try:
-            return _by_any_way(partial(made, reads=reads))
-        except _FollowsDecision:
-            pass
-        except TraceError as error:
-            if not error.needs_value:
-                raise
-            refused = refused or error
-        reads = reads.more()
-    assert refused is not None
-    raise refused
+def _made(
+    request: _Request, *, reads: ValuesRead | None, whole: WholeInputs | None = None
+) -> Traced:
+    return _by_any_way(partial(_traced, request, reads=reads, whole=whole))
 
 
 def _by_any_way(made: Callable[[list[Recorder]], Traced]) -> Traced:
@@ -293,7 +281,13 @@ def _with_derivatives(made: Callable[[list[Recorder]], Traced]) -> Traced:
 
 
 @collection_paused()
-def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead | None) -> Traced:
+def _traced(
+    request: _Request,
+    recorders: list[Recorder],
+    *,
+    reads: ValuesRead | None,
+    whole: WholeInputs | None,
+) -> Traced:
     """One attempt at a trace; appends its recorder to ``recorders``, even if it fails."""
     check_leaves(request.leaves, request.names)
     described = request.calls.line if request.calls else describe_line
@@ -301,7 +295,10 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     recorder = Recorder(device_type, request.line, request.within, described, symbolic)
     recorders.append(recorder)
     paths = Paths(not request.within, request.checked, Joins, holds_same)
-    reading = None if reads is None else Reading(reads, holds_same)
+    reading = None
+    if reads is not None:
+        values = InputValues(recorder, request.small, reads.inputs, whole)
+        reading = Reading(reads, holds_same, NumberedValues().of, values)
     try:
         gm, ran = _recorded(request, recorder, paths, reading)
     finally:
@@ -345,6 +342,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
         assumptions=tuple(claim for claim, _ in ran.claims),
         symbolic=symbolic,
         recording=recording,
+        read_program=reading.inputs.program(reading.read) if reading and whole else None,
         asked=None if reading is None or reading.asked is None else reading.made(),
     )
 
@@ -364,7 +362,8 @@ def _recorded(
             means.begin()
         recorder.begin()
         with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
-            out = _result(request.fn, request.in_tree.unflatten(filled), reading, paths)
+            args = request.in_tree.unflatten(filled)
+            out = result_of(request.fn, args, reading, paths.has_decided)
         if reading is not None and reading.asked is not None:
             return Ran(flatten(out)[1], [None], [recorder.known(out)], {})
         out_leaves, out_tree = flatten(out)
@@ -428,21 +427,3 @@ def _sizes_asked(recorder: Recorder) -> AbstractContextManager[None]:
     if recorder.symbolic is None:
         return nullcontext()
     return recorder.symbolic.generic(lambda: user_line() or recorder.line)
-
-
-def _result(fn: Callable[..., Any], args: Any, reading: Reading | None, paths: Paths) -> Any:
-    """The function's result; if it asks for a value, the tensor that has the value."""
-    if reading is None:
-        return counted(fn(*args))
-    reading.begin()
-    out: Any = None
-    try:
-        with reading_to(reading, paths.has_decided):
-            out = counted(fn(*args))
-    except (ValueAsked, Exception):
-        # torch replaces an error that is raised where it converts a size.
-        if not reading.is_over:
-            raise
-    if reading.follows_decision:
-        raise _FollowsDecision
-    return out if reading.asked is None else reading.asked

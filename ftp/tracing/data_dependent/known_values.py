@@ -48,6 +48,7 @@ class KnownValues:
     """The values of the nodes of one trace, each computed once, writes included."""
 
     most = MOST  # elements of a tensor that is computed
+    device = "cpu"  # where it is computed
 
     def __init__(self) -> None:
         self._begin(None)
@@ -91,13 +92,13 @@ class KnownValues:
         tracer: Any = mode.tracer
         with DisableTorchFunction():
             held = tracer.tensor_tracker.get(tensor)
-        if held is None:
-            return None
-        node: fx.Node = held.proxy.node
-        self._look(node.graph)
-        self._root = tracer.root
-        is_known = node in self._known and self._lost.isdisjoint(storages(node))
-        return node if is_known else None
+            if held is None:
+                return None
+            node: fx.Node = held.proxy.node
+            self._look(node.graph)
+            self._root = tracer.root
+            is_known = node in self._known and self._lost.isdisjoint(storages(node))
+            return node if is_known else None
 
     def needed(self, node: fx.Node) -> list[fx.Node]:
         """The ops that compute a value as it is now, and the writes to them, in order; without
@@ -145,11 +146,30 @@ class KnownValues:
             self._fixed |= storages(node)
             return True
         inputs = node.all_input_nodes
-        if not (all(x in self._known for x in inputs) and _is_computable(node, self.most)):
+        if not (all(x in self._known for x in inputs) and self.is_computable(node)):
             return False
         if self._lost and not all(self._lost.isdisjoint(storages(x)) for x in inputs):
             return False
         return all(self._fixed.isdisjoint(storages(value)) for value in writes(node))
+
+    def is_computable(self, node: fx.Node) -> bool:
+        """Whether a node's op gives the same values at each call."""
+        target = node.target
+        if target is operator.getitem:
+            return True
+        if node.op != "call_function" or not isinstance(target, OpOverload):
+            return False
+        val = node.meta.get("val")
+        results = val if isinstance(val, list | tuple) else (val,)
+        return (
+            self.is_known_op(target)
+            and (not target._schema.is_mutable or is_in_place(target))
+            and not op_facts(target).is_random
+            and all(isinstance(x, Tensor) and x.numel() <= self.most for x in results)
+        )
+
+    def is_known_op(self, target: OpOverload) -> bool:
+        return target.namespace == "aten"
 
     def is_given(self, node: fx.Node) -> bool:
         """Whether `given` has the value of a node that no op computes."""
@@ -165,10 +185,14 @@ class KnownValues:
             self._last_writes.clear()
             missing = self.needed(node)
         for at in missing:
-            self._of[at] = self.given(at) if self.is_given(at) else computed(at, self._of)
-            for value in writes(at):
-                self._last_writes.update(dict.fromkeys(storages(value), at))
+            self._compute(at)
         return self._of[node]
+
+    def _compute(self, node: fx.Node) -> None:
+        is_given, device = self.is_given(node), self.device
+        self._of[node] = self.given(node) if is_given else computed(node, self._of, device)
+        for value in writes(node):
+            self._last_writes.update(dict.fromkeys(storages(value), node))
 
     def _is_overwritten(self, node: fx.Node) -> bool:
         """Whether a later write was done to what a node reads."""
@@ -178,7 +202,7 @@ class KnownValues:
         return any((at := self._last_writes.get(s)) is not None and node < at for s in held)
 
 
-def computed(node: fx.Node, values: Mapping[fx.Node, Any], device: str = "cpu") -> Any:
+def computed(node: fx.Node, values: Mapping[fx.Node, Any], device: str) -> Any:
     """The result of a node's op."""
     args, kwargs = mapped_arguments(node, values.__getitem__)
     if kwargs.get("device") is not None:
@@ -204,22 +228,6 @@ def default_dtype_of(node: fx.Node) -> Iterator[None]:
 
 
 _DEFAULTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def _is_computable(node: fx.Node, most: int) -> bool:
-    target = node.target
-    if target is operator.getitem:
-        return True
-    if node.op != "call_function" or not isinstance(target, OpOverload):
-        return False
-    val = node.meta.get("val")
-    results = val if isinstance(val, list | tuple) else (val,)
-    return (
-        target.namespace == "aten"
-        and (not target._schema.is_mutable or is_in_place(target))
-        and not op_facts(target).is_random
-        and all(isinstance(x, Tensor) and x.numel() <= most for x in results)
-    )
 
 
 def are_written(reads: Iterable[tuple[fx.Node, Sequence[fx.Node]]], graph: fx.Graph) -> bool:

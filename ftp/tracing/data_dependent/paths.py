@@ -91,6 +91,7 @@ class Paths:
         runs: how often the function was run.
         joins: the joined statements, if runs join statements.
         is_void: whether the run's trace is useless, see `Rerun`.
+        has_integers: whether a run has used integers that may be read, or selected rows.
         knows_captured: whether conditions of captured tensors alone are taken as they are, rather
             than followed both ways.
     """
@@ -112,6 +113,7 @@ class Paths:
     _most: int = 0
     joins: "Joins | None" = None
     is_void: bool = False
+    has_integers: bool = False
     knows_captured: bool = False
 
     def of(self, run: Callable[[], Ran]) -> Ran:
@@ -205,12 +207,14 @@ class Paths:
         if ways >= self._most:
             if self._most < MOST:
                 raise Rerun
-            raise value_error(
+            error = value_error(
                 f"The function decides by values in more than {MOST} ways at {line}: each is traced"
                 " and planned. A loop that ends by a value is one op with"
                 " ftp.static.while_loop(cond_fn, body_fn, carried, max_steps=n); write choices"
                 " between results with torch.where."
             )
+            error.needs_decisions = not self.has_integers
+            raise error
         self.asked.setdefault(before, []).append(predicate)
         self._lines.setdefault(before, line)
         outcome = self._given[len(before)] if len(before) < len(self._given) else False
@@ -292,6 +296,12 @@ def decided(condition: Tensor, frame: FrameType | None) -> bool | None:
     if is_reading(Level.DECISIONS):
         return read(condition.detach().reshape(()) != 0)
     return paths.decide(condition, frame) if current_region() is None else paths.again(condition)
+
+
+def note_integers() -> None:
+    """Note that the function uses integers that it may read, or rows that a mask selects."""
+    if (paths := _current.get()) is not None:
+        paths.has_integers = True
 
 
 def where_taken(condition: Condition, claim: str) -> tuple[Condition, str]:

@@ -1,17 +1,19 @@
 """Values that a function needs as Python numbers: ``int(mask.sum())`` as a size, ``len(x[mask])``.
 
 A trace has no values but those of captured tensors, and what is computed from them alone. If it
-needs another one, its program ends there and returns the value; a step runs that program, and
-traces the function again with the number. So each number that is read has its own program.
+needs another one, it ends there, and its program returns the inputs that the value is computed from
+(`ftp.tracing.input_values`): a step runs it, and traces the function again with these values, now
+to its end. Where the inputs are large, the program returns the value, and the function is traced
+again with the number: then each number that is read has its own program.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import field
+from dataclasses import field, replace
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +30,11 @@ from ftp.source import user_line
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_batched, unwrapped
 
-MOST = 32  # values of one call
+if TYPE_CHECKING:
+    from ftp.tracing.input_values import InputValues
+
+MOST = 32  # values of one call, that each have a program
+MOST_BY_OPS = 1024  # values of one call, that plain ops compute
 _MOST_ELEMENTS = 4096  # of one value
 
 
@@ -42,27 +48,42 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class ValuesRead:
-    """The values that a call has read so far, in order: numbers, and nested tuples of them."""
+    """The values that a call has read so far, in order: numbers, and nested tuples of them.
+
+    Attributes:
+        inputs: the places of inputs that were whole for it.
+    """
 
     values: tuple[Any, ...] = ()
     level: Level = Level.NEEDED
+    inputs: tuple[int, ...] = ()
 
     def then(self, value: Any) -> "ValuesRead":
-        return ValuesRead((*self.values, _frozen(value)), self.level)
+        return replace(self, values=(*self.values, frozen(value)))
 
-    def more(self) -> "ValuesRead | None":
-        """The start of a trace that reads more kinds of values; None if all kinds are read."""
-        return None if self.level is max(Level) else ValuesRead((), Level(self.level + 1))
+    def more(self, *, decisions: bool) -> "ValuesRead | None":
+        """The start of a trace that reads one more kind of values, or all up to decisions; None if
+        all kinds are read.
+        """
+        if self.level is Level.DECISIONS:
+            return None
+        level = Level.DECISIONS if decisions else Level(self.level + 1)
+        return replace(self, values=(), level=level)
 
 
 @dataclass(frozen=True)
 class Asked:
     """What a program returns in place of the function's result: a value that the function reads at
     ``line``, after those that are ``given``.
+
+    Attributes:
+        inputs: the places of inputs that the value can be computed from by plain ops. Where there
+            are any, the program returns them instead, whole.
     """
 
     line: str
     given: ValuesRead
+    inputs: tuple[int, ...] = ()
 
 
 class ValueAsked(BaseException):
@@ -75,24 +96,32 @@ class Reading:
 
     Attributes:
         is_same: whether two tensors hold the same values.
+        number: a number for each tensor, equal for those that may hold the same values.
+        inputs: computes values from inputs of the program.
+        values: those that were read.
         asked: the tensor whose value the run asks for.
         follows_decision: whether it asks after a decision on values, so that more must be read.
-        known: tensors that were read, and their values.
+        known: tensors that were read, and their values, by number.
         counts: masks, and how many rows each selects, as far as it was read.
     """
 
     given: ValuesRead
     is_same: Callable[[Tensor, Tensor], bool]
+    number: Callable[[Tensor], int]
+    inputs: "InputValues"
+    values: list[Any] = field(default_factory=list)
     asked: Tensor | None = None
     follows_decision: bool = False
     line: str = ""
     _at: int = 0
-    known: list[tuple[Tensor, Any]] = field(default_factory=list)
+    _asked_inputs: tuple[int, ...] = ()
+    known: dict[int, list[tuple[Tensor, Any]]] = field(default_factory=dict)
     counts: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Begin a run of the function, of which a trace may have several."""
         self.asked, self._at = None, 0
+        self.inputs.begin()
         self.known.clear()
         self.counts.clear()
 
@@ -101,16 +130,23 @@ class Reading:
         return self.asked is not None or self.follows_decision
 
     def next(self, x: Tensor) -> Any:
-        if self._at < len(self.given.values):
-            value, self._at = self.given.values[self._at], self._at + 1
+        at, self._at = self._at, self._at + 1
+        if not self.values:
+            self.values += self.given.values
+        if at >= self.inputs.after and at < MOST_BY_OPS:
+            found = self.inputs.read_next(x)
+            self.values += [found] if found is not None and at == len(self.values) else ()
+        if at < len(self.values):
+            value = self.values[at]
             claim = f"a value that the function needs as a Python number is {value}"
             assume(lambda: x == torch.tensor(value, device=x.device), claim)
             return value
         self.line = user_line()
-        if self._at >= MOST:
+        self._asked_inputs = self.inputs.inputs_of(x)
+        if at >= (MOST_BY_OPS if self._asked_inputs or self.inputs.whole else MOST):
             raise TraceError(
-                f"The function reads more than {MOST} values as Python numbers, the last one at"
-                f" {self.line}: each is computed by a program of its own before the function goes"
+                f"The function reads more than {at} values as Python numbers, the last one at"
+                f" {self.line}: they are computed by programs of their own before the function goes"
                 " on. Keep numbers as tensors or as x.item(), or read them all by one .tolist(). A"
                 " loop that ends by a value is one op with ftp.static.while_loop(cond_fn, body_fn,"
                 " carried, max_steps=n)."
@@ -119,8 +155,12 @@ class Reading:
         self.asked = unwrapped(x.clone())
         raise ValueAsked
 
+    @property
+    def read(self) -> ValuesRead:
+        return replace(self.given, values=tuple(self.values or self.given.values))
+
     def made(self) -> Asked:
-        return Asked(self.line, self.given)
+        return Asked(self.line, self.read, self._asked_inputs)
 
 
 _reading: ContextVar[Reading | None] = ContextVar("ftp_reading", default=None)
@@ -161,17 +201,18 @@ def read(x: Tensor) -> Any:
     them; None where none may be read.
     """
     if (value := of_captured(x, Tensor.tolist)) is not None:
-        return _frozen(value)
+        return frozen(value)
     is_integer = not x.is_floating_point() and not x.is_complex()
     if x.dtype is torch.uint64 or not is_integer or (reading := _of(x)) is None:
         return None
-    for known, value in reading.known:
+    numbered = reading.known.setdefault(reading.number(x), [])
+    for known, value in numbered:
         if known.shape == x.shape and reading.is_same(known, x):
             return value
     if current_region() is not None:
         return None
     value = reading.next(_plain(x))
-    reading.known.append((x, value))
+    numbered.append((x, value))
     return value
 
 
@@ -217,8 +258,8 @@ def _plain(x: Tensor) -> Tensor:
     return unwrapped(x.detach())
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def frozen(value: Any) -> Any:
+    return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 def as_lists(value: Any) -> Any:

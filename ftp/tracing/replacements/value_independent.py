@@ -36,7 +36,7 @@ from ftp.torch_internals.functorch import (
 )
 from ftp.tracing.data_dependent.guards import guard_at, line_of_identity
 from ftp.tracing.data_dependent.known_values import KnownValues
-from ftp.tracing.data_dependent.paths import decided
+from ftp.tracing.data_dependent.paths import decided, note_integers
 from ftp.tracing.data_dependent.traced_number import (
     TracedNumber,
     arrays_stacked,
@@ -131,6 +131,7 @@ class unchecked(ModeOfBlocks):
                 args, kwargs = slices_read((args, kwargs))
             found = selection(func, args, kwargs)
             if found is not None:
+                note_integers()
                 return with_counts(func, found) if is_reading(Level.INTEGERS) else found
         if func in MATMULS and (found := matmul(args)) is not None:
             return found
@@ -175,6 +176,8 @@ class unchecked(ModeOfBlocks):
             reads = python_value if is_reading(Level.INTEGERS) else captured_value
             if (value := reads(func, x)) is not None:
                 return value
+            if not x.is_floating_point():
+                note_integers()
         frame = _asking_frame() if func in _ASKING else None
         if frame is not None and (guarded := _guarded(x, frame)) is not None:
             return guarded
@@ -309,6 +312,7 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
     if is_reading(Level.INTEGERS):
         key = slices_read(key)
     if write_traced_slice(input, key, value):
+        note_integers()
         return
     if (at := _place_by_tensor(input, key)) is not None:
         dim, place, key = at
