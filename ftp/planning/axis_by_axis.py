@@ -223,17 +223,19 @@ def _on_primitives(
     while True:
         blocked: dict[Node, None] = {}
         across: dict[Node, None] = {}
-        by_ranks: dict[int, dict[Node, dict[str, None]]] = {}
+        by_ranks: dict[int, dict[Node, int | None]] = {}
         for at, name in enumerate(order):
             if to.axes[name] == 1:
                 continue
             reaches = _reaches(program, name, order[:at], to)
+            reaches = reaches.ahead if to.windows else reaches
             is_data = name in to.data_axes
             found = [reaches.from_batch, reaches.of_parts] if is_data else [reaches.from_specs]
-            by_node = by_ranks.setdefault(to.axes[name], {}) if to.windows else {}
-            for node, factors in ((n, f) for one in found for n, f in one.blocked.items()):
-                blocked[node] = None
-                by_node.setdefault(node, {}).update(dict.fromkeys(factors))
+            by_node = by_ranks.setdefault(to.axes[name], {})
+            for one in found:
+                blocked.update(dict.fromkeys(one.blocked))
+                for node, dim in one.windows.items():
+                    by_node[node] = dim if by_node.get(node) is None else by_node[node]
             across.update(found[0].across)
         blocked = {n: None for n in blocked if n.kind == "op" and n.rule.decompose}
         smaller = program.after(
@@ -257,9 +259,9 @@ def _known_rewrite(
     """
     make = partial(_replaced, graph, blocked, across, decompose)
     rewrite = to.known.once(graph, "primitives", tuple(blocked), tuple(across), make=make)
-    if rewrite[0] is not graph or not by_ranks:
+    if rewrite[0] is not graph or not any(by_ranks.values()):
         return rewrite
-    whole = ((n, node, *factors) for n, of in by_ranks.items() for node, factors in of.items())
+    whole = ((n, node, dim) for n, of in by_ranks.items() for node, dim in of.items())
     make = partial(in_windows, graph, by_ranks, decompose)
     return to.known.once(graph, "windows", *whole, make=make)
 
@@ -273,5 +275,5 @@ def _replaced(
     rewrite = repeat_each(graph, across)
     if rewrite[0] is graph:
         shared = [n for n in across if shares_keys(n.target, [v.meta.shape for v in n.operands])]
-        rewrite = decompose(graph, shared, table=OF_HEADS)
+        rewrite = decompose(graph, by={n: OF_HEADS[n.target] for n in shared})
     return decompose(graph, blocked) if rewrite[0] is graph and blocked else rewrite

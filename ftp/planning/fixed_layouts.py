@@ -13,6 +13,7 @@ from ftp.planning.plan import FixedLayouts
 from ftp.planning.reachable_cuts import (
     Cut,
     Reach,
+    WindowOf,
     layout_of,
     reach,
     seeds_of_entries,
@@ -20,6 +21,7 @@ from ftp.planning.reachable_cuts import (
     seeds_of_parts,
     seeds_of_stacks,
 )
+from ftp.planning.windowed import window_of
 from ftp.rules.op_kinds import ONE_BY_ONE, is_matmul
 from ftp.sharding.layout import Layout, R
 
@@ -55,6 +57,7 @@ class Reaches:
     Args:
         pinned, outputs: the layouts that are fixed on the axis.
         batch: on a data axis, the inputs whose cuts fix those of activations.
+        window_of: as of `reach`.
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class Reaches:
         pinned: Mapping[Node, Layout],
         outputs: Sequence[Layout | None],
         batch: Sequence[Node],
+        window_of: WindowOf | None = None,
     ):
         self.graph, self.name, self.n = graph, name, n
         self.pinned, self.outputs, self.batch = pinned, outputs, batch
+        self.window_of = window_of
         # Per-rank code fixes the layouts of its operands and results, as a constraint does.
         self._own = {node: [Cut(factor(name))] for node in graph.nodes if name in node.own_axes}
 
@@ -75,6 +80,12 @@ class Reaches:
     def facts(self) -> tuple[Any, ...]:
         """What the closures over the graph depend on, for a cache key."""
         return self.name, bool(self.batch), tuple(self.pinned.items()), tuple(self.outputs)
+
+    @cached_property
+    def ahead(self) -> "Reaches":
+        """The same, through ops that may be ops on windows: all of a chain are found at once."""
+        fixed = self.pinned, self.outputs, self.batch
+        return Reaches(self.graph, self.name, self.n, *fixed, window_of)
 
     @cached_property
     def from_specs(self) -> Reach:
@@ -117,7 +128,7 @@ class Reaches:
         return reach(self.graph, self.name, self.n, seeds, {**ends, **self.pinned})
 
     def _closed(self, seeds: Sequence[tuple[Value, Layout]]) -> Reach:
-        return reach(self.graph, self.name, self.n, seeds, self.pinned)
+        return reach(self.graph, self.name, self.n, seeds, self.pinned, self.window_of)
 
     @cached_property
     def _seeds_of_parts(self) -> list[tuple[Value, Layout]]:

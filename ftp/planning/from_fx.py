@@ -311,21 +311,26 @@ def _rule_by_trial(call: Call, at: str, strict: bool) -> BoundRule | None:
 
 def decompose(
     graph: Graph,
-    nodes: Iterable[Node],
+    nodes: Iterable[Node] = (),
     *,
     strict: bool = False,
     sizes: Sizes | None = None,
-    table: Mapping[OpOverload, Callable[..., Any]] | None = None,
+    by: Mapping[Node, Callable[..., Any]] | None = None,
 ) -> Rewrite:
-    """The graph with those of ``nodes`` that have a decomposition, of ``table`` if given, replaced
-    by other ops; the same graph if none has. ``sizes``: the dynamic sizes, if any.
+    """The graph with those of ``nodes`` that have a decomposition replaced by other ops; the same
+    graph if none has.
+
+    Args:
+        sizes: the dynamic sizes, if any.
+        by: the decompositions, in place of those that are registered.
     """
     size = None if sizes is None else size_in(sizes)
-    wanted = {n for n in nodes if n.target in (DECOMPOSITIONS if table is None else table)}
-    if not wanted:
+    if by is None:
+        by = {n: _by(n) for n in nodes if n.target in DECOMPOSITIONS}
+    if not by:
         return unchanged(graph)
     graph, copies = graph.copied()
-    wanted = {copies.pop(node) for node in wanted}
+    wanted = {copies.pop(node): made for node, made in by.items()}
     swapped: dict[Value, Value] = {}
     out: list[Node] = []
     for node in graph.nodes:
@@ -333,12 +338,7 @@ def decompose(
         if node not in wanted:
             out.append(node)
             continue
-        if table is None:
-            by = decomposition_of(node, [v.meta.shape for v in node.operands])
-            assert by is not None
-        else:
-            by = table[node.target]
-        gm = _primitives(node, sizes, by)
+        gm = _primitives(node, sizes, wanted[node])
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         builder = _GraphBuilder(strict, dict(zip(placeholders, node.operands, strict=True)), size)
         for inner in gm.graph.nodes:
@@ -354,6 +354,12 @@ def decompose(
     graph, merged = merge_common(Graph(out, [swapped.get(v, v) for v in graph.outputs]))
     graph, simpler = simplified(graph)
     return graph, in_turn(in_turn(copies, merged), simpler)
+
+
+def _by(node: Node) -> Callable[..., Any]:
+    found = decomposition_of(node, [v.meta.shape for v in node.operands])
+    assert found is not None
+    return found
 
 
 _traced: dict[Any, fx.GraphModule] = {}

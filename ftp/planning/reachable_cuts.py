@@ -5,7 +5,7 @@ If every op could be cut along every dim, plain tensor parallelism would become 
 parallelism.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field, replace
 from typing import NamedTuple
 
@@ -31,6 +31,10 @@ _NEVER_MOVED = VIEWS | LOOKUPS | LOOKUPS_BACKWARD | ONTO_FIRST
 MOST_LAYOUTS = 12  # of one value on one axis; real programs stay below 5
 
 
+# From the number of ranks, a node, and a factor that it keeps whole.
+WindowOf = Callable[[int, Node, str], int | None]
+
+
 class Cut(NamedTuple):
     """A factor viewed as ``[outer, f, inner]``, of which an axis cuts ``f``."""
 
@@ -50,6 +54,8 @@ class Reach:
         blocked: per node the factors that its rule keeps whole and that some layout cuts.
         rings: per node the second factors of the rule's ``ring`` that the axis may cut too.
         across: nodes with a layout that cuts several factors of a dim as one.
+        windows: per blocked node the dim along which it may be an op on windows, if any; empty
+            unless asked for.
     """
 
     n: int = 1
@@ -58,6 +64,7 @@ class Reach:
     blocked: dict[Node, list[str]] = field(default_factory=dict)
     rings: dict[Node, list[Cut]] = field(default_factory=dict)
     across: dict[Node, None] = field(default_factory=dict)
+    windows: dict[Node, int | None] = field(default_factory=dict)
 
     def with_cuts(self, other: "Reach") -> "Reach":
         """With the layouts and cuts of another one too."""
@@ -77,11 +84,15 @@ def reach(
     n: int,
     seeds: Iterable[tuple[Value, Layout]],
     pinned: Mapping[Node, Layout],
+    window_of: WindowOf | None = None,
 ) -> Reach:
     """Close ``seeds`` through the rules in both directions; nothing passes through ``pinned`` nodes
     (inputs, constraints) or per-rank code.
+
+    Args:
+        window_of: pass also through ops that may be ops on windows, as if they were.
     """
-    closing = _Closing(graph, axis, n, pinned)
+    closing = _Closing(graph, axis, n, pinned, window_of)
     for value, layout in seeds:
         if layout.kind == "S":
             closing.add(value, layout)
@@ -91,9 +102,16 @@ def reach(
 class _Closing:
     """The closure in progress: ``work`` holds layouts of values that are not followed yet."""
 
-    def __init__(self, graph: Graph, axis: str, n: int, pinned: Mapping[Node, Layout]):
+    def __init__(
+        self,
+        graph: Graph,
+        axis: str,
+        n: int,
+        pinned: Mapping[Node, Layout],
+        window_of: WindowOf | None,
+    ):
         self.found, self.users, self.followed = Reach(n), graph.users, graph.followed
-        self.axis, self.n, self.pinned = axis, n, pinned
+        self.axis, self.n, self.pinned, self.window_of = axis, n, pinned, window_of
         self.work: list[tuple[Value, Layout]] = []
 
     def add(self, value: Value, layout: Layout) -> None:
@@ -140,6 +158,22 @@ class _Closing:
             blocked.append(cut.factor)
             if is_cut_again(node) and layout.outer == layout.inner == 1:
                 self.add(Value(node), layout)
+            if self.window_of is not None:
+                self._pass_windows(node, self.window_of(self.n, node, cut.factor), layout)
+
+    def _pass_windows(self, node: Node, dim: int | None, layout: Layout) -> None:
+        """Pass a cut on as an op on windows would, or leave that for when it is one: a slice of few
+        elements looks them up.
+        """
+        known = self.found.windows.get(node)
+        self.found.windows[node] = dim if known is None else known
+        if dim is None or layout != Layout("S", dim):
+            return
+        ends = [v for v in (node.operands[0], Value(node)) if dim < v.meta.ndim]
+        sizes = [nominal(v.meta.shape[dim]) for v in ends]
+        if 4 * min(sizes) > max(sizes):
+            for value in ends:
+                self.add(value, layout)
 
     def _cut(self, node: Node, cut: Cut, of_result: Cut | None = None) -> None:
         """Record a cut of a node, and the layouts that it gives the node's operands and results.

@@ -1,17 +1,17 @@
 """Ops along a dim that an axis cuts, on one window of the dim for each rank."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ftp.planning.algebra import reverse_scans
-from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn, unchanged
+from ftp.planning.graph import Graph, Node, Rewrite, Value
 from ftp.rules.call import replaced, tensors
 from ftp.rules.windows import OVERLAYS, SCANS, WINDOWED, FarApart, by_windows
 
 _OF_SCANS = {*SCANS, torch.ops.aten.flip.default}
-Blocked = Mapping[int, Mapping[Node, Collection[str]]]
+Blocked = Mapping[int, Mapping[Node, int | None]]
 
 
 def in_windows(graph: Graph, blocked: Blocked, decompose: Callable[..., Rewrite]) -> Rewrite:
@@ -19,29 +19,25 @@ def in_windows(graph: Graph, blocked: Blocked, decompose: Callable[..., Rewrite]
     where there are some, with scans between flips replaced by reverse scans.
 
     Args:
-        blocked: by a number of ranks, the factors that they may cut and that a node keeps whole.
+        blocked: by a number of ranks, the nodes that keep whole what they may cut, and the dim of
+            each one's windows (`window_of`).
     """
     if any(node.target in _OF_SCANS for nodes in blocked.values() for node in nodes):
         rewrite = reverse_scans(graph)
         if rewrite[0] is not graph:
             return rewrite
-    found: dict[tuple[int, int], list[Node]] = {}
-    taken: set[Node] = set()
+    by: dict[Node, Callable[..., Any]] = {}
     for n, nodes in blocked.items():
-        for node, factors in nodes.items():
-            if node.target in WINDOWED and node not in taken:
-                dims = (dim for factor in factors if (dim := _dim_of(node, factor)) is not None)
-                fitting = next((dim for dim in dims if fits(node, n, dim)), None)
-                if fitting is not None:
-                    found.setdefault((n, fitting), []).append(node)
-                    taken.add(node)
-    rewrite = unchanged(graph)
-    for (n, dim), nodes in found.items():
-        now, copies = rewrite
-        table = {op: by_windows(op, n, dim) for op in WINDOWED}
-        made = decompose(now, [copies[node] for node in nodes], table=table)
-        rewrite = made[0], in_turn(copies, made[1])
-    return rewrite
+        for node, dim in nodes.items():
+            if dim is not None:
+                by.setdefault(node, by_windows(node.target, n, dim))
+    return decompose(graph, by=by)
+
+
+def window_of(n: int, node: Node, factor: str) -> int | None:
+    """The dim along which an op that keeps a factor whole may be one on windows; None: none."""
+    dim = _dim_of(node, factor) if node.target in WINDOWED else None
+    return dim if dim is not None and fits(node, n, dim) else None
 
 
 def _dim_of(node: Node, factor: str) -> int | None:
