@@ -80,12 +80,14 @@ class PricedNetwork:
             if self._violation != math.inf:
                 raise
         self._violation = VIOLATION
-        del self._built
+        network, _ = self._built
+        network.price_violations(VIOLATION)
+        self._built = network, network.tables()
         return minimize(*self._built[1].at(prices))
 
     @cached_property
     def _built(self) -> tuple["_CostNetwork", Tables]:
-        network = _CostNetwork(self.problem, self._violation)
+        network = _CostNetwork(self.problem)
         return network, network.tables()
 
 
@@ -93,8 +95,9 @@ def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, flo
     """The cost of the cheapest plan with each layout of a value: (layout, whether its op runs as a
     ring, cost). The cost is None where no such plan exists.
     """
+    network = _CostNetwork(problem)
     for violation in (math.inf, VIOLATION):
-        network = _CostNetwork(problem, violation)
+        network.price_violations(violation)
         tables = network.tables()
         found = min_marginals(*tables.at(BytePrices()), tables.of_node[value.node])
         if any(found):
@@ -115,8 +118,11 @@ def form_of(strategy: Strategy, index: int) -> tuple[Layout, bool]:
     return R if layout.kind == "R" else layout, strategy.ring_cut is not None
 
 
+_PRICED = ("use", "reshards")  # tables that violations are in
+
+
 class _CostNetwork:
-    def __init__(self, problem: Problem, violation: float):
+    def __init__(self, problem: Problem):
         self.problem = problem
         graph = problem.graph
         self.users = graph.users
@@ -129,7 +135,12 @@ class _CostNetwork:
         self.mirrored: dict[Value, list[Node]] = {}
         for place, node in problem.open.mirrors.items() if problem.open else ():
             self.mirrored.setdefault(graph.outputs[place], []).append(node)
-        self.prices = Prices(problem, violation, self.options, self.users, self.required)
+        self.prices = Prices(problem, self.options, self.users, self.required)
+
+    def price_violations(self, seconds: float) -> None:
+        """Let each broken placement constraint cost ``seconds``; at first none may be broken."""
+        self.prices.violation = seconds
+        self._cache = {key: x for key, x in self._cache.items() if key[0] not in _PRICED}
 
     def _strategies(self) -> dict[Node, list[Strategy]]:
         """Each node's strategies. Equal nodes of repeated layers share one list, and the tables

@@ -36,21 +36,21 @@ class Prices:
     """Prices on one axis.
 
     Args:
-        violation: seconds for breaking a placement constraint; infinity forbids it.
         options: each node's strategies.
         users: the nodes that read each value.
         required: the layouts in which outputs are returned; None: open.
+
+    ``violation``: seconds for breaking a placement constraint; infinity forbids it.
     """
 
     def __init__(
         self,
         problem: Problem,
-        violation: float,
         options: Mapping[Node, Sequence[Strategy]],
         users: Mapping[Value, Sequence[tuple[Node, int]]],
         required: Mapping[Value, Sequence[Layout | None]],
     ):
-        self.problem, self.violation, self.options = problem, violation, options
+        self.problem, self.violation, self.options = problem, math.inf, options
         self.users, self.required = users, required
         self._sizes: dict[Value, int] = {}
         self._reduced: dict[Value, int] = {}

@@ -165,7 +165,7 @@ def check_optimal(monkeypatch, build) -> int:
 
     def both(problem):
         try:
-            oracle = IntegerProgram(network._CostNetwork(problem, math.inf)).solve()
+            oracle = IntegerProgram(network._CostNetwork(problem)).solve()
         except AssertionError:
             oracle = None
         plan = solve(problem)

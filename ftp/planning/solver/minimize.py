@@ -165,7 +165,8 @@ def _eliminate(
         groups: list[tuple[set[int], list[_Factor]]] = []
         for us, table in sorted(buckets.pop(v), key=lambda factor: -factor[1].size):
             for scope, factors in groups:
-                if math.prod(len(unary[u]) for u in scope.union(us)) <= limit:
+                is_exact = limit == math.inf
+                if is_exact or math.prod(len(unary[u]) for u in scope.union(us)) <= limit:
                     scope.update(us)
                     factors.append((us, table))
                     break

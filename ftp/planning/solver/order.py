@@ -34,10 +34,9 @@ def fill_in(near: Adjacent, size: Mapping[int, int], v: int) -> tuple[float, ...
 
 
 def table_size(near: Adjacent, size: Mapping[int, int], v: int) -> tuple[float, ...]:
-    return (
-        math.prod(size[u] for u in near[v]) * size[v] if len(near[v]) <= 64 else math.inf,
-        len(near[v]),
-    )
+    ns = near[v]
+    entries = math.prod(map(size.__getitem__, ns)) * size[v] if len(ns) <= 64 else math.inf
+    return entries, len(ns)
 
 
 def best_order(net: Network, part: list[int]) -> Order | None:
@@ -81,7 +80,7 @@ def elimination_order(
         key, v = heapq.heappop(heap)
         if v not in near or now[v] != key:
             continue
-        entries = size[v] * math.prod(size[u] for u in near[v])
+        entries = size[v] * math.prod(map(size.__getitem__, near[v]))
         gone, changed = v, set(near[v])
         if entries <= limit:
             order.append(v)

@@ -21,22 +21,24 @@ def _overlaid(n: int, over: int, length: int, parts: Sequence[tuple[Tensor, int]
     """Windows of a dim of ``length`` elements from parts and the place of each one's first: the
     later parts over the earlier ones.
     """
-    chunk, made = -(-length // n), None
-    for part, first in parts:
-        size = part.shape[over]
-        if part.dtype != parts[0][0].dtype:
+    (x, at), *rest = parts
+    chunk = -(-length // n)
+
+    def windows(part: Tensor, first: int) -> Tensor:
+        if part.dtype != x.dtype:
             raise FarApart
         # The elements of a small part are few, wherever they go.
-        cut = WINDOWS if size <= chunk else split
-        held = cut(part, over, n, -first, chunk, chunk)
-        if made is not None:
-            place = places(held, over, 0, chunk)
-            is_here = place >= first
-            if first + size < length:
-                is_here = is_here & (place < first + size)
-            held = torch.where(is_here, held, made)
-        made = held
-    assert made is not None
+        cut = WINDOWS if part.shape[over] <= chunk else split
+        return cut(part, over, n, -first, chunk, chunk)
+
+    made = windows(x, at)
+    place = places(made, over, 0, chunk)
+    for part, first in rest:
+        held = windows(part, first)
+        is_here = place >= first
+        if first + part.shape[over] < length:
+            is_here = is_here & (place < first + part.shape[over])
+        made = torch.where(is_here, held, made)
     return made
 
 
