@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ftp.ops.fused_optimizer import UPDATES, replacements
+from ftp.ops.windows import JOIN_WINDOWS, WINDOWS
 from ftp.torch_internals.dispatch import dispatch_has_kernel_for_dispatch_key
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.modes import DisableTorchDispatch, DisableTorchFunction
@@ -25,7 +26,7 @@ META = torch.device("meta")  # which torch would make of the text in each call
 @functools.cache
 def is_plain(func: OpOverload) -> bool:
     """Whether `meta_result` finds the op's result."""
-    return func in UPDATES or (
+    return func in _OURS or (
         func.namespace == "aten"
         and (func.overloadpacket in _OTHERS or torch.Tag.pointwise in func.tags)
         and torch.Tag.nondeterministic_seeded not in func.tags
@@ -33,6 +34,7 @@ def is_plain(func: OpOverload) -> bool:
     )
 
 
+_OURS = frozenset((*UPDATES, WINDOWS, JOIN_WINDOWS))
 _OTHERS = frozenset(
     (
         aten._log_softmax, aten._log_softmax_backward_data, aten._softmax,
