@@ -339,6 +339,28 @@ def test_programs_that_gather_without_windows_are_planned_once(monkeypatch: pyte
         assert len(made) == n
 
 
+def test_windows_of_a_chain_are_found_at_once(monkeypatch: pytest.MonkeyPatch):
+    """However deep it is: each rewrite and each closure passes over the whole graph."""
+    rewrites: list[int] = []
+
+    def counted(*given: Any) -> Any:
+        rewrites[-1] += 1
+        return in_windows(*given)
+
+    in_windows = axis_by_axis.in_windows
+    monkeypatch.setattr(axis_by_axis, "in_windows", counted)
+    for depth in (2, 8):
+        rewrites.append(0)
+        model = nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(depth)))
+        fn, params = ftp.functionalize(model)
+        loss = lambda params, x, fn=fn: fn(params, x).square().sum()  # noqa: E731
+        mesh = ftp.simulated_mesh((2,), ("h",))
+        step = ftp.shard(loss, mesh, P(), batch_specs=P(None, None, "h"))
+        halos = step.lower(params, torch.randn(2, 2, 16, 4)).collectives
+        assert len(halos) >= 2 * depth - 1
+    assert rewrites[0] == rewrites[1]
+
+
 def test_plans_with_windows_and_without_share_what_has_none(monkeypatch: pytest.MonkeyPatch):
     """A sort along the batch breaks a constraint, so all plans are made, of one graph."""
 
