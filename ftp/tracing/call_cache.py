@@ -88,11 +88,13 @@ class Recall:
 
     Args:
         mode: of the fake tensors that the trace is on.
+        outer: those of the surrounding trace, to share them: layers that are traced apart, as
+            experts' per-rank code, repeat each other's.
     """
 
-    def __init__(self, mode: FakeTensorMode):
+    def __init__(self, mode: FakeTensorMode, outer: "Recall | None" = None):
         self.fake = FakeOf(mode)
-        self._known: dict[Any, _KnownCall | None] = {}
+        self._known: dict[Any, _KnownCall | None] = {} if outer is None else outer._known
 
     def call(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any

@@ -97,7 +97,8 @@ class Recorder(TorchDispatchMode):
         self.symbolic = symbolic
         env = None if symbolic is None else symbolic.env
         self.mode = mode_for(env)
-        self.recall = Recall(self.mode)
+        outer = _current.get()
+        self.recall = Recall(self.mode, None if outer is None else outer.recall)
         self.device = torch.device(device_type if _is_available(device_type) else "cpu")
         self.device_types = {device_type, "meta"}
         self.constants: list[Tensor] = []

@@ -92,6 +92,7 @@ PROGRAMS = {
     "writes": lambda: (repeated_writes, (XS,)),
     "changes of shape": lambda: (repeated_changes_of_shape, (XS,)),
     "parts": lambda: (repeated_parts, (XS,)),
+    "code per rank": lambda: (grad_and_value(layers_by_rank(3)), (XS[0],)),
 }
 
 
@@ -111,6 +112,39 @@ def test_the_program_gives_what_torch_gives(fn: Callable):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
         assert torch.equal(torch.signbit(a), torch.signbit(b))
+
+
+def layers_by_rank(depth: int) -> Callable[[Tensor], Tensor]:
+    """Layers that are traced apart, each with per-rank code of its own."""
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+
+    def layer(i: int) -> Callable[[Tensor], Tensor]:
+        def of_rank(x: Tensor) -> Tensor:
+            return (x.softmax(1) @ x.t() @ x).relu() * (i + 1)
+
+        return ftp.local(of_rank, mesh, ftp.P("dp"), ftp.P("dp"))
+
+    def fn(x: Tensor) -> Tensor:
+        for i in range(depth):
+            x = layer(i)(x)
+        return x.square().sum()
+
+    return fn
+
+
+def test_layers_of_code_per_rank_remember_each_other(monkeypatch: pytest.MonkeyPatch):
+    missed: list[int] = []
+    foresee = Recall.foresee
+
+    def counted(*args):
+        missed[-1] += 1
+        return foresee(*args)
+
+    monkeypatch.setattr(Recall, "foresee", counted)
+    for depth in (1, 6):
+        missed.append(0)
+        traced(grad_and_value(layers_by_rank(depth)), XS[0])
+    assert missed[1] < 2 * missed[0]  # each layer has a factor of its own
 
 
 def test_most_of_a_deep_model_is_from_memory(monkeypatch: pytest.MonkeyPatch):
