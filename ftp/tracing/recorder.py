@@ -97,9 +97,10 @@ class Recorder(TorchDispatchMode):
         self.symbolic = symbolic
         env = None if symbolic is None else symbolic.env
         self.mode = mode_for(env)
-        outer = _current.get()
-        self.recall = Recall(self.mode, None if outer is None else outer.recall)
         self.device = torch.device(device_type if _is_available(device_type) else "cpu")
+        outer = _current.get()
+        is_alike = outer is not None and (outer.symbolic, outer.device) == (symbolic, self.device)
+        self.recall = Recall(self.mode, outer.recall if outer is not None and is_alike else None)
         self.device_types = {device_type, "meta"}
         self.constants: list[Tensor] = []
         self.with_values: dict[int, Tensor] = {}
