@@ -46,7 +46,13 @@ def check_traced(
     Raises:
         CertificateError: the outputs that differ.
     """
-    numbers = _Numbers(symbolic)
+    wrong = _differing(graph, certificate, _Numbers(symbolic))
+    if wrong:
+        wrong = _differing(graph, certificate, _Numbers(symbolic, in_parts=True))
+    raise_all(CertificateError, wrong)
+
+
+def _differing(graph: fx.Graph, certificate: Certificate, numbers: "_Numbers") -> list[str]:
     for op in certificate.operations:
         numbers.operation(op)
     inputs = iter([o for o in certificate.operations if o.target is None])
@@ -54,19 +60,24 @@ def check_traced(
         if node.op == "placeholder":
             numbers.of[node] = numbers.of[Ref(next(inputs).name)]
     outputs = numbers.run(graph)
-    wrong = [
+    return [
         f"output {i}, {ref.name}, is not what the traced program returns there"
         for i, (traced, (ref, _)) in enumerate(zip(outputs, certificate.outputs, strict=True))
         if traced != numbers.of[ref]
     ]
-    raise_all(CertificateError, wrong)
 
 
 class _Numbers:
-    """The classes of values. An op and its decomposition have one class."""
+    """The classes of values. An op and its decomposition have one class.
 
-    def __init__(self, symbolic: "Symbolic | None"):
+    Args:
+        in_parts: number the certificate's ops by their decompositions: of two equal ops the planner
+            may decompose one.
+    """
+
+    def __init__(self, symbolic: "Symbolic | None", in_parts: bool = False):
         self.symbolic = symbolic
+        self.in_parts = in_parts
         self.classes: dict[Any, Any] = {}
         self.of: dict[Any, Any] = {}
         self.made: dict[Any, Any] = {}
@@ -104,12 +115,15 @@ class _Numbers:
             self.windows.add((op.args[2], op.args[1]))
         elif op.target in (aten.index_select.default, aten.index_add.default):
             self.windows.add((1, op.args[1]))  # of a slice of few elements
+        parts = self.decomposed(op) if self.in_parts and by_law is None else None
         for ref in refs:
             if op.target is None:
                 key = ("input", op.name)
             else:
                 key = by_law or self.key(op.target, op.args, op.kwargs, ref.index)
-            self.of[ref] = self.classes.setdefault(key, len(self.classes))
+            part = None if parts is None else parts[ref.index]
+            new = len(self.classes) if part is None else part
+            self.of[ref] = self.classes.setdefault(key, new)
         self.made.setdefault(self.of[refs[0]], op)
 
     def by_law(self, call: Any) -> Any:
@@ -162,6 +176,10 @@ class _Numbers:
         if isinstance(x, Ref):
             return self.metas[x]
         return x.results[0] if isinstance(x, Operation) else _val(x)
+
+    def shapes(self, call: Any) -> list[tuple[int, ...]]:
+        """Of the tensors that an op is given, one that is given twice too."""
+        return [tuple(self.meta(x).shape) for x in call.args if isinstance(x, fx.Node | Ref)]
 
     def is_zeros(self, x: Any) -> bool:
         return (made := self.maker(x)) is not None and is_zeros(made)
@@ -281,7 +299,7 @@ class _Numbers:
             found = self.sum_of_repeated(node)
         elif node.target in RESHAPES:
             found = self.repeated_by_view(node)
-        elif node.target in OF_HEADS and shares_keys(node.target, _shapes(node)):
+        elif node.target in OF_HEADS and shares_keys(node.target, self.shapes(node)):
             return self.known_by(node, OF_HEADS[node.target])
         elif node.target in WINDOWED:
             return self.reverse_scan(node) or self.on_windows(node)
@@ -370,16 +388,16 @@ class _Numbers:
         return found
 
     def decomposed(self, node: Any, by: Callable[..., Any] | None = None) -> list[Any] | None:
-        by = by or decomposition_of(node, _shapes(node))
+        by = by or decomposition_of(node, self.shapes(node))
         if by is None:
             return None
-        operands: list[fx.Node] = []
+        operands: list[Any] = []
 
-        def meta(n: fx.Node) -> Any:
-            operands.append(n)
-            return _val(n)
+        def meta(x: Any) -> Meta:
+            operands.append(x)
+            return self.meta(x)
 
-        args, kwargs = replaced((node.args, dict(node.kwargs)), fx.Node, meta)
+        args, kwargs = replaced((node.args, dict(node.kwargs)), (fx.Node, Ref), meta)
         gm = decompose(node.target, args, kwargs, by, self.symbolic)
         assert gm is not None
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -429,8 +447,3 @@ def is_zeros(node: Any) -> bool:
     zeros = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
     fills = (aten.full.default, aten.full_like.default, aten.new_full.default)
     return node.target in zeros or (node.target in fills and node.args[-1] == 0)
-
-
-def _shapes(node: Any) -> list[tuple[int, ...]]:
-    """Of the tensors that an op is given, one that is given twice too."""
-    return [tuple(_val(x).shape) for x in node.args if isinstance(x, fx.Node)]

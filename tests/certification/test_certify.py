@@ -1013,3 +1013,15 @@ def test_the_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         exec(compile(block, str(page), "exec"), scope)
     if name == "certify":
         check(load_certificate("mlp.json"))
+
+
+def test_an_op_and_the_decomposition_of_an_equal_one():
+    """Of two equal ops the planner leaves one whole, where its user says so."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        v = x.tanh()
+        return ftp.constrain(v, P(None)).softmax(0) + v.softmax(0).sum(0)
+
+    mesh = ftp.AbstractMesh((2,), ("tp",))
+    lowered = ftp.spmd(fn, mesh, (P("tp"),), P()).lower(torch.ones(4))
+    certify(lowered)
