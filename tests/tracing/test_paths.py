@@ -520,3 +520,22 @@ def test_a_number_has_no_value_while_it_is_traced(use: Any, message: str):
     step = ftp.spmd(lambda x: use(x, x.sum().item()), ftp.simulated_mesh((2,), ("tp",)), P(), P())
     with pytest.raises(TraceError, match=message):
         step(X)
+
+
+def test_tensors_of_two_shapes_are_not_equal():
+    """A kernel of points and other points, as of Gaussian processes."""
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        distance = (a[:, None] - b).square().sum(-1)
+        return distance if torch.equal(a, b) or a.equal(b) else distance.neg().exp()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        y = x @ w
+        return kernel(y, y[:2]).sum() + kernel(y, x).sum() + kernel(x, x).sum()
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P(None, "tp"), batch_specs=P("tp"))
+    for w in (W, torch.eye(4, dtype=W.dtype)):
+        grads, value = torch.func.grad_and_value(loss)(w, X)
+        torch.testing.assert_close(step(w, X), (value, grads))
+    with pytest.raises(TraceError, match="shape"):
+        ftp.spmd(lambda x: x.sum() if torch.allclose(x, x[:2]) else x, step.mesh, P(), P())(X)

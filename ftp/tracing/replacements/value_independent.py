@@ -162,8 +162,10 @@ class unchecked(ModeOfBlocks):
     def _compared(self, func: Any, args: Any, kwargs: Any) -> bool | None:
         """The result of a comparison of tensors; None where torch computes it."""
         other = args[1] if len(args) > 1 else kwargs.get("other")
-        if not isinstance(other, Tensor) or args[0].shape != other.shape:
+        if not isinstance(other, Tensor):
             return None
+        if args[0].shape != other.shape:
+            return False if _COMPARING[func] is torch.eq else None
         return self._read(Tensor.__bool__, _COMPARING[func](*args, **kwargs).all())
 
     def _read(self, func: Any, x: Tensor) -> Any:
