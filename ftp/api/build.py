@@ -14,7 +14,7 @@ from ftp.api.planned import Planned, planned_for
 from ftp.dynamic_int import Sizes
 from ftp.paused_gc import collection_paused
 from ftp.planning.plan import Plan
-from ftp.program_files.kept import kept_or_planned, key_of
+from ftp.program_files.kept import is_storing, kept_or_planned, key_of
 from ftp.runtime.program import Program
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.calls import TorchCalls
@@ -49,19 +49,26 @@ def build(
             of_value = replace(traced, asked=replace(traced.asked, inputs=()))
             traced = of_value if definition.options.explicit else asking_whole(traced)
         planning = Planning(definition, inputs, *specs_of_results(definition, inputs, traced))
-        key = "" if is_lowered else _key(planning, traced)
+        stores = is_storing(definition.mesh) and not is_lowered
+        key = _key(planning, traced) if stores or inputs.reported else ""
 
     def make() -> Program:
         from ftp.api.graph_checks import check_programs
 
-        made = planning.program(traced, planning.plan(traced.gm, watch))
+        plan = inputs.reported.get(key) or planning.plan(traced.gm, watch)
+        made = planning.program(traced, plan)
         if definition.options.explicit:
             _check_explicit(made, planning)
         check_programs([made], definition.options)
         return made
 
     program = kept_or_planned(
-        key, definition.mesh, traced, planning.facts(traced), make, inputs.handed_out
+        key if stores else "",
+        definition.mesh,
+        traced,
+        planning.facts(traced),
+        make,
+        inputs.handed_out,
     )
     return planned_of(definition, inputs, traced, program)
 
@@ -183,6 +190,15 @@ def _check_explicit(program: Program, planning: Planning) -> None:
         return Probed(gm, noted, planning.plan, planning.out_specs, names)
 
     check_explicit(program, planning.out_specs, probed)
+
+
+def reported_plan(
+    definition: Definition, inputs: Inputs, traced: Traced, plan: Plan
+) -> dict[str, Plan]:
+    """The plan of a report by its key, for the call that follows; {} if that needs its own."""
+    planning = Planning(definition, inputs, *specs_of_results(definition, inputs, traced))
+    key = _key(planning, traced)
+    return {key: plan} if key else {}
 
 
 def _key(planning: Planning, traced: Traced) -> str:

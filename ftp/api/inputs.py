@@ -1,6 +1,7 @@
 """Inputs: the arguments of a call, with a spec and a global shape for each leaf."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from functools import cached_property
 
 import torch
@@ -9,6 +10,7 @@ from ftp.api.arguments import Arguments
 from ftp.dataclass import dataclass
 from ftp.distributed.handed_out import HandedOut
 from ftp.planning.known_passes import KnownPasses
+from ftp.planning.plan import Plan
 from ftp.sharding.arguments import Shape
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.trace import Traced
@@ -23,6 +25,7 @@ class Inputs:
         handed_out: how the first rank's plan reaches ranks of other hosts, if there are several.
         traced: the function's trace for them, if it is made already.
         known: results of passes over that trace, if programs for other specs share them.
+        reported: the plan of the last report, by its key.
     """
 
     call: Arguments
@@ -31,6 +34,7 @@ class Inputs:
     handed_out: HandedOut | None = None
     traced: Traced | None = None
     known: KnownPasses | None = None
+    reported: Mapping[str, Plan] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:

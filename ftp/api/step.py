@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,7 +18,7 @@ from ftp.api.arguments import (
     check_values,
     describe_keywords,
 )
-from ftp.api.build import build
+from ftp.api.build import build, reported_plan
 from ftp.api.definition import (
     Definition,
     changed_from,
@@ -39,6 +39,7 @@ from ftp.errors import FtpError, InputError, MeshError, MismatchError
 from ftp.paused_gc import collection_paused
 from ftp.planning.known_passes import KnownPasses
 from ftp.planning.machine import describe_hardware
+from ftp.planning.plan import Plan
 from ftp.runtime.program import Program
 from ftp.runtime.shared_pages import is_asked_for
 from ftp.sharding.launcher import host_name
@@ -78,6 +79,7 @@ class Step:
         self._dynamic = DynamicPrograms(definition.options.programs)
         self._cache = ProgramCache(definition.options.programs)
         self._last: tuple[Planned, Expected, Returned] | None = None
+        self._reported: Mapping[str, Plan] = {}
 
     @property
     def mesh(self) -> Mesh:
@@ -264,6 +266,8 @@ class Step:
         ) -> Lowered:
             specs = [changed.get(i, spec) for i, spec in enumerate(inputs.specs)]
             planned = self._build(replace(inputs, specs=specs, known=known), watch, trace)
+            if not (changed or watch or traced or self.mesh.kind == "abstract"):
+                self._reported = reported_plan(definition, inputs, trace, planned.program.plan)
             return Lowered(planned.program, lowered, bound(definition, call, planned))
 
         return lowered({}, known=known)
@@ -368,12 +372,12 @@ class Step:
             texts, cores = zip(*(text.split("\n") for text in sent), strict=True)
             read = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most are equal
             everyone = [read[text] for text in texts]
-            hosts = _several(host for *_, host in everyone)
+            hosts = tuple(host for *_, host in everyone)
+            hosts = hosts if len(set(hosts)) > 1 else ()
             is_crowded = not hosts and are_crowded([tuple(json.loads(text)) for text in cores])
             mesh = replace(self.mesh, hosts=hosts, is_crowded=is_crowded)
             self._definition = replace(self._definition, mesh=mesh)
-            state = self._definition.state
-            loaded = {i for i, position in enumerate(call.positions) if position not in state}
+            loaded = {i for i, at in enumerate(call.positions) if at not in self._definition.state}
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh, loaded)
             check_samples(everyone, specs, call.names, self.mesh, f" at call {number}")
         # On one host the plan goes through a file.
@@ -381,7 +385,9 @@ class Step:
         try:
             try:
                 traced = self._traced_before.pop(call.key, None)
-                planned = self._built(Inputs(call, specs, shapes, handed_out, traced))
+                inputs = Inputs(call, specs, shapes, handed_out, traced, reported=self._reported)
+                planned = self._built(inputs)
+                self._reported = {}
                 _check_captured_kept(call, planned)
             finally:
                 if handed_out is not None:
@@ -439,9 +445,3 @@ def _without_autograd(program: Program) -> AbstractContextManager[Any]:
         return below_autograd()
     load_python_kernels()
     return nullcontext()
-
-
-def _several(hosts: Iterable[str]) -> tuple[str, ...]:
-    """The hosts of ranks, if there are several."""
-    found = tuple(hosts)
-    return found if len(set(found)) > 1 else ()

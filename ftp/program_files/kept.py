@@ -58,6 +58,12 @@ _DISTINCT = 4  # most distinct rank programs that one rank makes for all
 _MANY = 256  # number of ranks from which each stores its own program
 
 
+def is_storing(mesh: Mesh) -> bool:
+    """Whether plans for a mesh are stored."""
+    asked = os.environ.get(KEEP, "1" if mesh.kind == "process" else "0")
+    return asked != "0" and mesh.kind != "abstract"
+
+
 def key_of(
     mesh: Mesh,
     traced: Traced,
@@ -68,10 +74,8 @@ def key_of(
     options: Options,
     hardware: Hardware,
 ) -> str:
-    """A hash of everything that a plan depends on; "" if the plan must not be stored."""
-    asked = os.environ.get(KEEP, "1" if mesh.kind == "process" else "0")
-    is_checked = options.strict or options.certify or options.explicit
-    if asked == "0" or is_checked or mesh.kind == "abstract":
+    """A hash of everything that a plan depends on; "" if each program needs a plan of its own."""
+    if options.strict or options.certify or options.explicit:
         return ""
     graph = traced.gm.graph
     # The rules are loaded where a plan is made, or where a user states one.

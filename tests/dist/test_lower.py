@@ -64,3 +64,26 @@ def _lowered_by_one_rank():
 def test_a_rank_that_lowers_alone_does_not_plan_alone():
     first, second = launch(_lowered_by_one_rank, 2, timeout=60)
     assert (first.value, second.value) == (([3.5, 3.5], 1), ([3.5, 3.5], 0)), first.error
+
+
+def _lowered_before_the_first_call():
+    rank = int(os.environ["RANK"])
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    w = torch.arange(16, dtype=torch.float64).reshape(4, 4).sin()
+    held, x = ftp.device_put(w, mesh, P(None, "tp")), torch.eye(4, dtype=torch.float64)
+    found = []
+    for ranks in ((0,), (1,), (0, 1)):
+        step = ftp.shard(lambda w, x: (x @ w).square().sum(), mesh, P(None, "tp"))
+        if rank in ranks:
+            assert len(step.lower(held, x).collectives) == 1
+        found.append(float(step(held, x)[0]))
+    return found, float(w.square().sum())
+
+
+@pytest.mark.parametrize("stored", ["0", "1"])
+def test_some_ranks_lower_before_the_first_call(stored: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FTP_PLANS", stored)
+    for rank in launch(_lowered_before_the_first_call, 2, timeout=60):
+        assert rank.error is None, rank.error
+        found, due = rank.value
+        assert found == pytest.approx([due] * 3, rel=1e-12)
