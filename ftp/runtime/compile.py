@@ -12,6 +12,7 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from ftp.errors import CodeWarning
+from ftp.ops.kernel_strides import kernel_of, traced_kernels
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes.buffer_reuse import has_shape_of, in_place, python_forms, with_values
 from ftp.passes.inline_small_ops import small_matmuls
@@ -94,6 +95,8 @@ def _direct(graph: fx.Graph) -> fx.Graph:
             node.target = issue
         elif node.target is aten.detach.default:
             node.target, node.args = getattr, (node.args[0], "data")
+        else:
+            node.target = kernel_of(node.target)
     return graph
 
 
@@ -226,7 +229,7 @@ def _compiled(subgraph: Subgraph) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    table = {**select_decomp_table(), **AS_TENSOR_OPS, **small_matmuls()}
+    table = {**traced_kernels(), **select_decomp_table(), **AS_TENSOR_OPS, **small_matmuls()}
     values = subgraph.values()
     env = next((v.node.shape_env for v in values if isinstance(v, SYMBOLIC)), None)
     with torch.no_grad(), mode_for(env) as mode, python_forms(mode):

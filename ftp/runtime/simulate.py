@@ -12,6 +12,7 @@ from torch import fx
 
 from ftp.ops.choose import number_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
+from ftp.ops.kernel_strides import kernel_of
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.rings import SENDING
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
@@ -103,7 +104,7 @@ def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[IssuedNode, Any, 
             elif node.target in COLLECTIVES or node.target in BY_RANK:
                 env[node] = yield node, args
             else:
-                env[node] = node.target(*args, **kwargs)
+                env[node] = kernel_of(node.target)(*args, **kwargs)
             del args, kwargs
         for dead in last_use.get(at, ()):
             del env[dead]

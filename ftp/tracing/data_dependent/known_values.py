@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ftp.ops.kernel_strides import kernel_of
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.written import is_in_place, writes
 from ftp.torch_internals.functorch import (
@@ -208,7 +209,7 @@ def computed(node: fx.Node, values: Mapping[fx.Node, Any], device: str) -> Any:
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device(device)}
     with default_dtype_of(node):
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return kernel_of(node.target)(*args, **kwargs)
 
 
 @contextmanager
