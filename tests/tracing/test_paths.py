@@ -539,3 +539,44 @@ def test_tensors_of_two_shapes_are_not_equal():
         torch.testing.assert_close(step(w, X), (value, grads))
     with pytest.raises(TraceError, match="shape"):
         ftp.spmd(lambda x: x.sum() if torch.allclose(x, x[:2]) else x, step.mesh, P(), P())(X)
+
+
+def test_runs_that_make_constants_and_write_to_them():
+    """Metrics by thresholds, and by a table that is filled."""
+
+    def score(x: Tensor) -> Tensor:
+        at = torch.linspace(0, 1, 5)
+        share = (x[..., None] >= at).double().mean((0, 1))
+        pairs = torch.zeros(2, 2, dtype=x.dtype)
+        pairs[1, 1] = x.sum()
+        pairs[0, 1] = share.sum() - pairs[1, 1]
+        pairs[0, 0] = 3 - pairs[0, 1] - pairs[1, 1]
+        if torch.isnan(share / share).any():
+            share = share + 1
+        if pairs.diagonal().sum() == pairs.sum() or pairs.sum() > 3:
+            return pairs.square().sum()
+        return (share * pairs.sum()).mean() + pairs[0, 1]
+
+    step = ftp.spmd(score, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    for x in (X, -X, X * 0):
+        torch.testing.assert_close(step(x), score(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*:ftp.errors.ReadWarning")
+def test_masks_without_dims():
+    """Scores of which some are undefined, each a number of its own."""
+
+    def scores(x: Tensor) -> tuple[Tensor, ...]:
+        total = x.sum()
+        valid, score = total > 0, torch.ones((), dtype=x.dtype)
+        score[valid] = 1 - x.square().sum()[valid] / 2
+        score[~valid] = 0.0
+        rows, grown = x.clone(), x.clone()
+        rows[valid] = 3.0
+        grown[~valid] = x * 2
+        return score, rows, grown, x[valid], x[torch.tensor(True)].sum()
+
+    step = ftp.spmd(scores, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    for x in (X, -X):
+        for _ in range(2):
+            torch.testing.assert_close(step(x), scores(x))

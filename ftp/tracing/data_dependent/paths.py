@@ -365,7 +365,9 @@ def merge_runs(gm: fx.GraphModule, constants: Sequence[Tensor], asked: Sequence[
             if same is None:
                 made.append((node, tensor))
         elif node.op == "call_function":
-            if node.target is CHOOSE and node.args[1] is node.args[2]:
+            if node.target is torch.ops.aten.detach.default:  # of what another run made anew
+                same = node.args[0]
+            elif node.target is CHOOSE and node.args[1] is node.args[2]:
                 same = node.args[1]
             else:
                 given = mapped_arguments(node, lambda n: f"%{n.name}")

@@ -126,6 +126,13 @@ class unchecked(ModeOfBlocks):
     def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if Selected in types:
             return apply(func, args, kwargs)
+        if (
+            func in _AT_KEY
+            and is_mask(args[1])
+            and not args[1].ndim
+            and is_fake(unwrapped(args[1]))
+        ):
+            args = args[0].unsqueeze(0), args[1].reshape(1), *args[2:]
         if func in SELECTING and is_listening():
             if is_reading(Level.INTEGERS):
                 args, kwargs = slices_read((args, kwargs))
@@ -201,6 +208,7 @@ _ASKING = (Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero)
 _READING = {
     *(*_ASKING, Tensor.tolist, Tensor.numpy, Tensor.__int__, Tensor.__float__, Tensor.__index__)
 }
+_AT_KEY = (Tensor.__getitem__, Tensor.__setitem__)
 _BY_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 _COMPARING = {
     **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
