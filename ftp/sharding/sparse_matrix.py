@@ -30,6 +30,9 @@ _OF_PAIRS: frozenset[Callable[..., Any]] = frozenset(
         Tensor.mv,
     )
 )
+_SUMS: frozenset[Callable[..., Any]] = frozenset(
+    (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__)
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +142,8 @@ class SparseMatrix:
                 return a @ x
             if isinstance(x, SparseMatrix) and isinstance(a, Tensor):
                 return x.__rmatmul__(a)
+        if func in _SUMS and isinstance(args[0], Tensor) and isinstance(args[1], SparseMatrix):
+            return func(args[0], args[1].to_dense(), *args[2:], **(kwargs or {}))
         return _refuse(getattr(func, "__name__", str(func)))
 
     def __getattr__(self, name: str) -> Any:
@@ -151,8 +156,8 @@ def _refuse(what: str) -> Never:
     raise TraceError(
         f"{at_line()}{what}, which is asked of a sparse argument, is not known for its entries. It"
         " may be multiplied by a dense matrix or vector (a @ x, x @ a, torch.sparse.mm) or by a"
-        " number, transposed (a.T), and made dense (a.to_dense()); a.rows, a.columns and"
-        " a.values() are its entries."
+        " number, added to a dense matrix (x + a, x.add_(a)), transposed (a.T), and made dense"
+        " (a.to_dense()); a.rows, a.columns and a.values() are its entries."
     )
 
 

@@ -160,3 +160,31 @@ def test_other_sparse_tensors_are_refused():
             step(sparse, DENSE)
     with pytest.raises(InputError, match=r"shape \(5, 5\) is multiplied by a tensor of shape \(3,"):
         step(SPARSE["coo"], DENSE[:3])
+
+
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sum_with_a_dense_matrix(layout: str):
+    """Weights with a sparse update, as of SHiRA: adapters that train some of the elements."""
+    at = torch.tensor([[0, 0, 4], [1, 1, 2]])
+
+    def loss(params: dict[str, Tensor], a: Tensor, x: Tensor) -> Tensor:
+        update = torch.sparse_coo_tensor(at, params["values"], (5, 5), check_invariants=True)
+        w = params["w"].clone()
+        w += update
+        w.add_(update, alpha=-0.5)
+        total = torch.add(w, a, alpha=2) if a.layout is torch.sparse_coo else w + 2 * a
+        return (x @ total + (x + 1) @ w.add(update)).sin().sum()
+
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(5, 5, generator=generator, dtype=torch.float64)
+    values = torch.tensor([1.0, -2, 0.5], dtype=torch.float64)
+    x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    sparse = SPARSE[layout]
+    own = {"w": w.clone().requires_grad_(), "values": values.clone().requires_grad_()}
+    due = loss(own, sparse.to_dense(), x)
+    grads = dict(zip(own, torch.autograd.grad(due, list(own.values())), strict=True))
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    for specs in ({"w": P("tp"), "values": P()}, {"w": P(None, "tp"), "values": P("tp")}):
+        step = ftp.shard(loss, mesh, specs, batch_specs=(P(), P("tp")))
+        found = step({"w": w, "values": values}, sparse, x)
+        torch.testing.assert_close(found, (due.detach(), grads))
