@@ -580,3 +580,20 @@ def test_masks_without_dims():
     for x in (X, -X):
         for _ in range(2):
             torch.testing.assert_close(step(x), scores(x))
+
+
+def test_whether_a_value_is_in_a_tensor():
+    def loss(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+        y = x @ w
+        if 0 not in ids or torch.tensor(5) in ids:
+            y = y.tanh()
+        weights = [i for i in (1, 2) if i in ids]
+        return y.square().mean() * sum(weights) if 2 in ids and weights else y.sum()
+
+    step = ftp.shard(
+        loss, ftp.simulated_mesh((2,), ("tp",)), P(None, "tp"), batch_specs=(P("tp"), P("tp"))
+    )
+    for ids in ([0, 1, 2, 3], [4, 4, 4, 4], [0, 5, 2, 0], [1, 2, 3, 1], [0, 0, 0, 0]):
+        at = torch.tensor(ids)
+        grads, value = torch.func.grad_and_value(loss)(W, X, at)
+        torch.testing.assert_close(step(W, X, at), (value, grads))

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from itertools import combinations, combinations_with_replacement
+from numbers import Number
 from types import FrameType
 from typing import Any
 
@@ -169,6 +170,9 @@ class unchecked(ModeOfBlocks):
     def _compared(self, func: Any, args: Any, kwargs: Any) -> bool | None:
         """The result of a comparison of tensors; None where torch computes it."""
         other = args[1] if len(args) > 1 else kwargs.get("other")
+        if func is Tensor.__contains__:
+            is_value = isinstance(other, Tensor | Number)
+            return self._read(Tensor.__bool__, (other == args[0]).any()) if is_value else None
         if not isinstance(other, Tensor):
             return None
         if args[0].shape != other.shape:
@@ -210,9 +214,14 @@ _READING = {
 }
 _AT_KEY = (Tensor.__getitem__, Tensor.__setitem__)
 _BY_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+_OF_CALLS = (
+    *("_compared", "_read", "_called", "len_of", "__torch_function__"),
+    *("handle_torch_function", "__contains__"),  # torch's own
+)
 _COMPARING = {
     **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),
+    Tensor.__contains__: torch.eq,
 }
 _OF_NUMBERS = (Tensor.item, Tensor.tolist, Tensor.numpy)
 _MOST_NUMBERS = 64  # of a list
@@ -238,7 +247,7 @@ def _asking_frame() -> FrameType | None:
     """The frame that reads a condition's value."""
     frame = sys._getframe(2)
     while frame is not None and (
-        frame.f_code.co_name in ("_compared", "_read", "_called", "len_of", "__torch_function__")
+        frame.f_code.co_name in _OF_CALLS
         or frame.f_code in (TracedNumber.__bool__.__code__, Selected.__len__.__code__)
     ):
         frame = frame.f_back
