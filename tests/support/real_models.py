@@ -378,15 +378,15 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 class _SelfAttention(nn.Module):
-    def __init__(self, **options: Any):
+    def __init__(self, causal: bool = False, **options: Any):
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
-        self.options = options
+        self.causal, self.options = causal, options
 
     def forward(self, x: Tensor) -> Any:
         mask = (
             torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-            if self.options.pop("causal", None)
+            if self.causal
             else None
         )
         return self.attention(x, x, x, attn_mask=mask, **self.options)
