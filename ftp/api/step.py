@@ -266,7 +266,8 @@ class Step:
         ) -> Lowered:
             specs = [changed.get(i, spec) for i, spec in enumerate(inputs.specs)]
             planned = self._build(replace(inputs, specs=specs, known=known), watch, trace)
-            if not (changed or watch or traced or self.mesh.kind == "abstract"):
+            is_first = self.mesh.kind != "abstract" and call.key not in self._cache.programs
+            if is_first and not (changed or watch or traced):
                 self._reported = reported_plan(definition, inputs, trace, planned.program.plan)
             return Lowered(planned.program, lowered, bound(definition, call, planned))
 

@@ -60,10 +60,6 @@ def _has_rows(x: Tensor) -> bool:
     return not x.ndim or x.stride(-1) == 1
 
 
-def _is_dense(x: Tensor) -> bool:
-    return x.is_contiguous()
-
-
 def _has_channels(x: Tensor) -> bool:
     """Whether a 3D image is contiguous, or its channels are neighbours."""
     return x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last_3d)
@@ -83,20 +79,20 @@ _TAKES: dict[Any, tuple[tuple[int, ...], Callable[[Tensor], bool]]] = {
     aten._scaled_dot_product_flash_attention_backward.default: ((0, 1, 2, 3, 4), _has_rows),
     aten._scaled_dot_product_efficient_attention_backward.default: ((0, 1, 2, 3, 5), _has_rows),
     aten._scaled_dot_product_cudnn_attention_backward.default: ((0, 1, 2, 3, 4), _has_rows),
-    aten._embedding_bag.default: ((1, 2), _is_dense),
-    aten._embedding_bag_forward_only.default: ((1, 2), _is_dense),
-    aten._embedding_bag_backward.default: ((1, 2, 3, 4), _is_dense),
-    aten._embedding_bag_per_sample_weights_backward.default: ((2, 3, 4), _is_dense),
-    aten._pdist_forward.default: ((0,), _is_dense),
-    aten._pdist_backward.default: ((1, 3), _is_dense),
-    aten._weight_norm_interface.default: ((1,), _is_dense),
-    aten._weight_norm_interface_backward.default: ((2, 3), _is_dense),
-    aten.adaptive_max_pool3d_backward.default: ((2,), _is_dense),
+    aten._embedding_bag.default: ((1, 2), Tensor.is_contiguous),
+    aten._embedding_bag_forward_only.default: ((1, 2), Tensor.is_contiguous),
+    aten._embedding_bag_backward.default: ((1, 2, 3, 4), Tensor.is_contiguous),
+    aten._embedding_bag_per_sample_weights_backward.default: ((2, 3, 4), Tensor.is_contiguous),
+    aten._pdist_forward.default: ((0,), Tensor.is_contiguous),
+    aten._pdist_backward.default: ((1, 3), Tensor.is_contiguous),
+    aten._weight_norm_interface.default: ((1,), Tensor.is_contiguous),
+    aten._weight_norm_interface_backward.default: ((2, 3), Tensor.is_contiguous),
+    aten.adaptive_max_pool3d_backward.default: ((2,), Tensor.is_contiguous),
     aten.max_pool3d_with_indices.default: ((0,), _has_channels),
     aten.max_pool3d_with_indices_backward.default: ((0, 1), _has_channels),
-    aten.native_group_norm.default: ((1, 2), _is_dense),
-    aten.native_group_norm_backward.default: ((2, 3, 4), _is_dense),
-    aten.native_layer_norm_backward.default: ((3, 4, 5), _is_dense),
-    aten.nll_loss2d_backward.default: ((1,), _is_dense),
+    aten.native_group_norm.default: ((1, 2), Tensor.is_contiguous),
+    aten.native_group_norm_backward.default: ((2, 3, 4), Tensor.is_contiguous),
+    aten.native_layer_norm_backward.default: ((3, 4, 5), Tensor.is_contiguous),
+    aten.nll_loss2d_backward.default: ((1,), Tensor.is_contiguous),
 }
 _KERNELS = {op: _kernel(op, *takes) for op, takes in _TAKES.items()}

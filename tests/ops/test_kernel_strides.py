@@ -38,9 +38,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _results(call: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
     torch.manual_seed(0)
-    given = pytree.tree_map_only(Tensor, lambda x: x.clone(), (args, kwargs))
     try:
-        found = call(*given[0], **given[1])
+        found = call(*args, **kwargs)
     except (RuntimeError, ValueError, NotImplementedError):
         return None
     return [x.clone() for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
@@ -50,7 +49,8 @@ def _misread(op: Any, call: Any, at: Sequence[int] | None = None) -> list[str]:
     """The operands of samples of an op, at these positions, that ``call`` misreads in a layout."""
     found = []
     for args, kwargs in samples(op):
-        if (due := _results(op, args, kwargs)) is None:
+        given = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        if (due := _results(op, *given)) is None:
             continue
         for i, x in enumerate(args):
             if not isinstance(x, Tensor) or x.numel() < 2 or not (at is None or i in at):
@@ -59,19 +59,10 @@ def _misread(op: Any, call: Any, at: Sequence[int] | None = None) -> list[str]:
                 if x.ndim < 2 and name != "every second":
                     continue
                 other = [*args[:i], layout(x), *args[i + 1 :]]
-                got = _other_results(call, other, kwargs)
-                if got is None or not all(map(_is_near, got, due)):
+                got = _results(call, other, kwargs)
+                if got is None or not all(_is_near(*xs) for xs in zip(got, due, strict=True)):
                     found.append(f"{op}: operand {i}, {name}")
     return found
-
-
-def _other_results(call: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
-    torch.manual_seed(0)
-    try:
-        found = call(*args, **kwargs)
-    except (RuntimeError, ValueError):
-        return None
-    return [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
 
 
 def _is_near(x: Tensor, y: Tensor) -> bool:

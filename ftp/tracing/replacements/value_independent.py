@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from itertools import combinations, combinations_with_replacement
-from numbers import Number
 from types import FrameType
 from typing import Any
 
@@ -50,6 +49,7 @@ from ftp.tracing.nested_arguments import flat, input_first, is_of_a_tensor, map_
 from ftp.tracing.refused_calls import check_written
 from ftp.tracing.replacements.addresses import Addresses
 from ftp.tracing.replacements.cast_as_one import CAST_AS_ONE
+from ftp.tracing.replacements.comparisons import COMPARING
 from ftp.tracing.replacements.counted_classes import OF_CLASSES, bincount
 from ftp.tracing.replacements.covariance import corrcoef, cov
 from ftp.tracing.replacements.deep_copies import deepcopy
@@ -154,7 +154,7 @@ class unchecked(ModeOfBlocks):
             self._note_items(tuple(lists))
         if func in _READING and (found := self._read(func, args[0])) is not None:
             return found
-        if func in _COMPARING and (found := self._compared(func, args, kwargs)) is not None:
+        if func in COMPARING and (found := self._compared(func, args, kwargs)) is not None:
             return found
         return (_UNCHECKED.get(func) or func)(*args, **kwargs)
 
@@ -169,15 +169,8 @@ class unchecked(ModeOfBlocks):
 
     def _compared(self, func: Any, args: Any, kwargs: Any) -> bool | None:
         """The result of a comparison of tensors; None where torch computes it."""
-        other = args[1] if len(args) > 1 else kwargs.get("other")
-        if func is Tensor.__contains__:
-            is_value = isinstance(other, Tensor | Number)
-            return self._read(Tensor.__bool__, (other == args[0]).any()) if is_value else None
-        if not isinstance(other, Tensor):
-            return None
-        if args[0].shape != other.shape:
-            return False if _COMPARING[func] is torch.eq else None
-        return self._read(Tensor.__bool__, _COMPARING[func](*args, **kwargs).all())
+        found = COMPARING[func](*args, **kwargs)
+        return self._read(Tensor.__bool__, found) if isinstance(found, Tensor) else found
 
     def _read(self, func: Any, x: Tensor) -> Any:
         """The result of a method that reads ``x``; None where torch computes it."""
@@ -218,11 +211,6 @@ _OF_CALLS = (
     *("_compared", "_read", "_called", "len_of", "__torch_function__"),
     *("handle_torch_function", "__contains__"),  # torch's own
 )
-_COMPARING = {
-    **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
-    **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),
-    Tensor.__contains__: torch.eq,
-}
 _OF_NUMBERS = (Tensor.item, Tensor.tolist, Tensor.numpy)
 _MOST_NUMBERS = 64  # of a list
 
