@@ -21,7 +21,10 @@ def _allclose(input: Tensor, other: Any, *args: Any, **kwargs: Any) -> Tensor | 
 
 
 def _contains(input: Tensor, element: Any) -> Tensor | None:
-    return torch.eq(input, element).any() if isinstance(element, Tensor | Number) else None
+    if not isinstance(element, Tensor | Number):
+        return None
+    found: Any = input == element
+    return found.any()
 
 
 # Each gives the bool, or a tensor of it; None where torch computes it, or raises its error.
