@@ -31,6 +31,7 @@ from ftp.torch_internals.storages import version
 
 ANY = "any value"  # the number of a value that was computed unseen, or of such ones
 _SMALL = 1000  # most elements of an array of which the values count
+_OF_GRAPHS = ("retain_graph", "create_graph")  # of torch.autograd.grad: other graphs, equal values
 
 
 class ValueNumbers:
@@ -183,7 +184,8 @@ class ValueNumbering(TorchFunctionMode):
     ) -> tuple[Hashable, ...]:
         """What the results of a call are computed of; number the tensors that it writes to."""
         by = ANY if func is custom_function_call else func
-        key = (by, self._key(args), self._key(kwargs))
+        of_values = {name: x for name, x in kwargs.items() if name not in _OF_GRAPHS}
+        key = (by, self._key(args), self._key(of_values))
         for x in written:
             self._write(x, self._number((*key, "written")))
         return key

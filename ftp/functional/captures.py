@@ -18,6 +18,7 @@ from ftp.torch_internals.functorch import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     maybe_get_level,
+    unwrap_if_dead,
 )
 from ftp.torch_internals.modes import DisableTorchFunction
 from ftp.torch_internals.pytree import tree_leaves, tree_map_only
@@ -139,7 +140,7 @@ class BlockWatch(ValueNumbering):
 
     def _inner(self, given: Tensor) -> Tensor:
         """A tensor at the level at which the block runs."""
-        x = given
+        x = alive = unwrap_if_dead(given)
         while is_functorch_wrapped_tensor(x) and not self._is_at_hand(x):
             is_grad = self.call.transforms.get(maybe_get_level(x)) == TransformType.Grad
             if is_batchedtensor(x):
@@ -147,10 +148,10 @@ class BlockWatch(ValueNumbering):
                 self._begin_again()
             if is_differentiable(x) and (x.requires_grad or not is_grad):
                 self._take(given)
-            x = get_unwrapped(x)
+            x = unwrap_if_dead(get_unwrapped(x))
         if not self.running and x.requires_grad and id(x) not in self.own and self._is_older(x):
             self._take(given)
-        return x
+        return given if x is alive else x  # torch.func.vjp asks one that is dead for its graph
 
     def _is_older(self, x: Tensor) -> bool:
         """Whether a tensor was made before the block was called."""

@@ -26,7 +26,7 @@ from ftp.functional.differentiable import (
 )
 from ftp.functional.modes_of_blocks import entered, present_modes
 from ftp.sharding.pytree import kind_of
-from ftp.torch_internals.autograd_state import is_any_autocast_enabled
+from ftp.torch_internals.autograd_state import forward_mode_allowed, is_any_autocast_enabled
 from ftp.torch_internals.functorch import unwrap_if_dead
 
 Policy = str | Callable[[Any], bool]
@@ -222,7 +222,7 @@ class _Remat(torch.autograd.Function):
     def forward(block: _RematBlock, *tensors: Tensor) -> tuple[Tensor, ...]:
         if not is_transforming():  # the block may ask autograd for gradients of its own
             tensors = tuple(x.detach() for x in tensors)
-        with block.modes(), torch.enable_grad():
+        with block.modes(), torch.enable_grad(), forward_mode_allowed():
             results = block.call.run(*tensors)
         return results if is_transforming() else tuple(x.detach() for x in results)
 

@@ -1,5 +1,7 @@
 """The state of autograd, and of autocast, on this thread. Read at torch 2.13."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
@@ -15,3 +17,10 @@ from torch.autograd import forward_ad
 def forward_level() -> int:
     """The level of forward-mode autograd that is entered, from 0; -1 outside of any."""
     return forward_ad._current_level
+
+
+def forward_mode_allowed() -> AbstractContextManager[None]:
+    """Within the block code may enter forward-mode autograd, also where an autograd.Function's
+    forward has switched it off; not where a level around that is entered.
+    """
+    return forward_ad._set_fwd_grad_enabled(True) if forward_level() < 0 else nullcontext()

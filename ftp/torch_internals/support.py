@@ -72,7 +72,7 @@ NEEDED = {
     " FakeTensor FakeTensorMode UnsupportedOperatorException is_fake",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
     "torch.autograd.function": "_HookMixin _HookMixin._register_hook",
-    "torch.autograd.forward_ad": "_current_level",
+    "torch.autograd.forward_ad": "_current_level _set_fwd_grad_enabled",
     "torch.autograd.grad_mode": "_force_original_view_tracking",
     "torch.cpu": "_init_amx _is_amx_tile_supported",
     "torch.distributed.distributed_c10d": "ProcessGroup._allgather_base"

@@ -251,6 +251,49 @@ TRANSFORMS = {
 }
 
 
+def pulled(f: Any, w: torch.Tensor) -> torch.Tensor:
+    out, pull = torch.func.vjp(f, w)
+    return pull(torch.ones_like(out))[0].sin() * w + pull(out)[0]
+
+
+def pulled_twice(f: Any, w: torch.Tensor) -> torch.Tensor:
+    out, pull = torch.func.vjp(f, w)
+    return torch.func.vjp(lambda t: pull(t)[0], torch.ones_like(out))[1](w)[0].sum() * w
+
+
+DERIVATIVES = {
+    "vjp": pulled,
+    "vjp of vjp": pulled_twice,
+    "jvp": lambda f, w: torch.func.jvp(f, (w,), (w.sin(),))[1].sum() * w,
+    "jacrev": lambda f, w: torch.func.jacrev(f)(w).sum((0, 1)),
+    "linearize": lambda f, w: torch.func.linearize(f, w)[1](w.sin()).sum() * w,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's linearize
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_block_that_takes_derivatives(name: str):
+    x, w = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+
+    def loss(again: Any, w: torch.Tensor) -> torch.Tensor:
+        block = again(lambda h: DERIVATIVES[name](lambda v: torch.tanh(x @ v), h))
+        return (block(w) * w + block(w.sin())).sum()
+
+    plain, rematted = partial(loss, lambda f: f), partial(loss, ftp.remat)
+    torch.testing.assert_close(rematted(w), plain(w), rtol=1e-12, atol=1e-12)
+    leaf = w.clone().requires_grad_()
+    found, expected = (torch.autograd.grad(f(leaf), leaf) for f in (rematted, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    if name == "linearize":  # torch's is wrong within its transforms
+        return
+    for transform in TRANSFORMS.values():
+        found, expected = (transform(f, w) for f in (rematted, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    value, grad = ftp.shard(rematted, ftp.simulated_mesh((2,), ("x",)), P("x"))(w)
+    torch.testing.assert_close(value, plain(w), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, torch.func.grad(plain)(w), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "remats"),
     [*((name, 1) for name in TRANSFORMS), ("grad", 2), ("vmap of grad", 2)],
