@@ -34,6 +34,12 @@ def users_frame() -> FrameType | None:
     return frame
 
 
+def users_call() -> tuple[int, int] | None:
+    """The call that the innermost user's frame makes now, for comparisons."""
+    frame = users_frame()
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
 def user_line() -> str:
     """``"file.py:12  code text"`` of the innermost user's frame; "" if there is none."""
     frame = users_frame()
@@ -55,6 +61,14 @@ def user_lines(count: int, root: str) -> list[str]:
     return found
 
 
+def is_called_from(file: str) -> bool:
+    """Whether a frame on the stack is of the code of a file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame is not None
+
+
 def at_line() -> str:
     """How an error begins that speaks of the innermost user's line: the line and a new one; ""
     if there is none.
@@ -72,6 +86,17 @@ def raised_line(error: BaseException) -> str:
             line = describe_line(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return line
+
+
+def raised_call(error: BaseException) -> tuple[int, int] | None:
+    """The call, as of `users_call`, that ``error`` passed through."""
+    call: tuple[int, int] | None = None
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        if _is_users_frame(traceback.tb_frame):
+            call = id(traceback.tb_frame), traceback.tb_lasti
+        traceback = traceback.tb_next
+    return call
 
 
 def raised_by_user(error: BaseException) -> bool:

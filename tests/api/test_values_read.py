@@ -2,8 +2,10 @@
 program of its own, equal to one device.
 """
 
+import logging
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,14 @@ def test_refused_where_nothing_can_be_read(is_strict: bool):
         step.lower(W, X, INDICES[0])
 
 
+def _catches_what_is_refused(x: Tensor) -> Tensor:
+    try:
+        scale = float(x.sum())
+    except Exception:
+        scale = 1.0
+    return x * scale
+
+
 def _reads_before_a_write(x: Tensor) -> Tensor:
     n = x.sum()
     y = x[: int(n)]
@@ -227,6 +237,7 @@ def _reads_before_a_write(x: Tensor) -> Tensor:
         lambda x: torch.func.grad(ftp.remat(_reads_before_a_write))(x),
         lambda x: x * float(x.sum()),
         lambda x: torch.from_numpy(x.numpy()),
+        _catches_what_is_refused,
     ],
 )
 def test_what_is_refused(fn: Callable[[Tensor], Tensor]):
@@ -303,7 +314,39 @@ def _written_at_the_end(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
     return (w * n).square().sum() + m * w.sum()
 
 
-@pytest.mark.parametrize("fn", [_caught, _written_at_the_end])
+def _caught_alone(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    n = 0
+    with suppress(Exception):
+        n = int(k.sum())
+    return (w * n).square().sum()
+
+
+def _caught_as_torch_raises(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    try:
+        rows = x[k > 0].sort(0).values.cumsum(0)
+    except RuntimeError:
+        rows = x[:1]
+    return (rows @ w).square().sum()
+
+
+def _raised_as_another(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    try:
+        n = [1, 2, 4, 8][k.max()]
+    except Exception as error:
+        raise ValueError("no number") from error
+    return (w * n).square().sum()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _caught,
+        _written_at_the_end,
+        _caught_alone,
+        _caught_as_torch_raises,
+        _raised_as_another,
+    ],
+)
 def test_blocks_around_a_read(fn: Callable[..., Tensor]):
     step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
     torch.testing.assert_close(step(W, X, INDICES[1]), expected(fn, W, X, INDICES[1]))
@@ -445,3 +488,18 @@ def test_a_size_of_numbers_alone_beside_writes():
 
     step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()), strict=True)
     torch.testing.assert_close(step(W, X), fn(W, X))
+
+
+def test_a_line_of_a_log_may_need_values(capsys: pytest.CaptureFixture[str]):
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        log = logging.getLogger("ftp_test_values_read")
+        log.propagate = False
+        handler = logging.StreamHandler()
+        log.addHandler(handler)
+        log.warning("loss %.3f", x.sum().item())
+        log.removeHandler(handler)
+        return (x @ w).sum()
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()))
+    torch.testing.assert_close(step(W, X), (X @ W).sum())
+    assert "Logging error" in capsys.readouterr().err

@@ -27,6 +27,7 @@ from ftp.tracing.data_dependent.branches import Conds
 from ftp.tracing.data_dependent.known_values import KnownValues
 from ftp.tracing.explain_errors import typed
 from ftp.tracing.replacements.replaced import replaced
+from ftp.tracing.selected_rows.refused import tried
 
 
 @contextmanager
@@ -91,7 +92,8 @@ def _map(_: Any, f: Callable[..., Any], xs: Sequence[Tensor], pos_args: Sequence
     """
     try:
         mapped = torch.vmap(lambda *slices: f(*slices, *pos_args), randomness="different")
-        return mapped(*xs)
+        with tried():
+            return mapped(*xs)
     except (RuntimeError, ValueError, NotImplementedError):
         return _scan(None, f, [], xs, pos_args)
 

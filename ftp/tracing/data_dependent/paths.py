@@ -31,7 +31,7 @@ from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_batched, unwrapped
 from ftp.tracing.data_dependent.values_read import Level, is_reading, of_captured, read
 from ftp.tracing.explain_errors import typed
-from ftp.tracing.selected_rows.refused import value_error
+from ftp.tracing.selected_rows.refused import needed_values_refused, value_error
 
 if TYPE_CHECKING:
     from ftp.tracing.data_dependent.joins import Joins
@@ -146,7 +146,11 @@ class Paths:
         ran: Ran | None = None
         failure: Exception | None = None
         try:
-            with set_within(_current, self), self.joins or nullcontext():
+            with (
+                set_within(_current, self),
+                needed_values_refused(),
+                self.joins or nullcontext(),
+            ):
                 ran = run()
                 if self.joins:
                     self.joins.outside.check(ran.tensors)

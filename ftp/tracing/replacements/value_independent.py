@@ -69,6 +69,7 @@ from ftp.tracing.replacements.tensors_of_items import OF_ITEMS, tensor_of_items
 from ftp.tracing.replacements.texts import repr_of, text_of
 from ftp.tracing.selected_rows.factories import sized_by_row_count
 from ftp.tracing.selected_rows.narrow import narrow
+from ftp.tracing.selected_rows.refused import forget_needed, note_needed, tried
 from ftp.tracing.selected_rows.selected import Selected, apply
 from ftp.tracing.selected_rows.selecting import SELECTING, selection, with_counts
 from ftp.tracing.selected_rows.slices import slices_read, write_traced_slice
@@ -89,10 +90,17 @@ class unchecked(ModeOfBlocks):
         self._addresses = Addresses()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = input_first(func, args, kwargs or {})
+        try:
+            return self._replaced(func, types, *input_first(func, args, kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            note_needed(error)
+            raise
+
+    def _replaced(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in REPEATS:
             kwargs = with_size(args, kwargs, self._integer)
         if TracedNumber in types:
+            forget_needed()
             args, kwargs = arrays_stacked(args), arrays_stacked(kwargs)
             if (found := sized_by_row_count(func, args, kwargs)) is not None:
                 return found
@@ -100,9 +108,11 @@ class unchecked(ModeOfBlocks):
                 return found
             given, (args, kwargs) = (args, kwargs), without_numbers(args, kwargs)
             try:
-                return self._called(func, types, args, kwargs)
-            except (TypeError, DataDependentOutputException):
+                with tried():
+                    return self._called(func, types, args, kwargs)
+            except (TypeError, DataDependentOutputException) as error:
                 if not is_reading():
+                    note_needed(error)
                     raise
             args, kwargs = numbers_read(given)  # torch takes them as sizes
             types = ()
@@ -208,7 +218,7 @@ _READING = {
 _AT_KEY = (Tensor.__getitem__, Tensor.__setitem__)
 _BY_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 _OF_CALLS = (
-    *("_compared", "_read", "_called", "len_of", "__torch_function__"),
+    *("_compared", "_read", "_called", "_replaced", "len_of", "__torch_function__"),
     *("handle_torch_function", "__contains__"),  # torch's own
 )
 _OF_NUMBERS = (Tensor.item, Tensor.tolist, Tensor.numpy)

@@ -1,19 +1,69 @@
 """Errors about decisions by a tensor's values, and about rows that a mask selects."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
+from ftp.context import set_within
 from ftp.errors import TraceError
-from ftp.source import user_line
+from ftp.source import is_called_from, raised_call, user_line, users_call
 
 # The line that last used a traced number as a size, and whether it was a number of selected rows.
 _ASKED_AT: ContextVar[tuple[str, bool]] = ContextVar("ftp_number_asked_at", default=("", False))
+
+
+# The errors of one run of a function that needed values, and the calls in its code that got them.
+_NEEDED: ContextVar[list[tuple[Exception, Any]] | None] = ContextVar("ftp_needed", default=None)
 
 
 def value_error(message: str) -> TraceError:
     """The error of a function that needs a value, or a shape that depends on one."""
     error = TraceError(message)
     error.needs_value = True
+    note_needed(error)
     return error
+
+
+def note_needed(error: Exception) -> None:
+    """Note an error that the function gets because it needs a value; not for a line of a log, where
+    Python's logging prints errors, and goes on without the line.
+    """
+    if (needed := _NEEDED.get()) is not None and not is_called_from(logging.__file__):
+        needed.append((error, users_call()))
+
+
+def forget_needed() -> None:
+    """Forget errors of the call that is made now: torch asks numbers whether they are sizes, and
+    goes on where they raise one.
+    """
+    needed = _NEEDED.get()
+    while needed and needed[-1][1] == users_call():
+        needed.pop()
+
+
+@contextmanager
+def needed_values_refused() -> Iterator[None]:
+    """A block that ends with the first error of a needed value, also where code catches it: on one
+    device there is no error, and the code goes on with the value.
+    """
+    needed: list[tuple[Exception, Any]] = []
+    try:
+        with set_within(_NEEDED, needed):
+            yield
+    except Exception as error:
+        call = raised_call(error)
+        if any(error is each or call == at for each, at in needed) or not needed:
+            raise
+        raise needed[0][0] from None
+    if needed:
+        raise needed[0][0]
+
+
+def tried() -> AbstractContextManager[Any]:
+    """A block whose errors are caught, and which is then run in another way."""
+    return set_within(_NEEDED, None)
 
 
 def value_refused(line: str, advice: str = "") -> TraceError:
