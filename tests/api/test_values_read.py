@@ -246,6 +246,21 @@ def test_what_is_refused(fn: Callable[[Tensor], Tensor]):
         step(X.abs())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_integers_of_floats_are_pythons(dtype: torch.dtype):
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        try:
+            n = int(x.max().to(dtype))
+        except (OverflowError, ValueError) as error:
+            n = 3 if isinstance(error, ValueError) else 5
+        return w.sum() * min(n, 7) + float(n) * 1e-9
+
+    step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), check_inputs=True)
+    for largest in (2.9, -2.9, float("nan"), 1e30, float("inf"), float("nan"), -1e-9):
+        x = torch.full((6, 4), largest, dtype=torch.float64)
+        torch.testing.assert_close(step(W, x), expected(fn, W, x))
+
+
 def test_reports_are_of_the_values_read_last():
     step = ftp.shard(_a_size, ftp.simulated_mesh((2,), ("tp",)), P("tp"), check_inputs=True)
     with pytest.raises(TraceError, match=r"test_values_read.py"):

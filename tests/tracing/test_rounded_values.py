@@ -7,6 +7,7 @@ import torch
 
 import ftp
 from ftp import P
+from ftp.errors import InputError
 from ftp.tracing.data_dependent.traced_number import _rounded
 
 D = torch.float64
@@ -41,6 +42,15 @@ def test_without_digits_and_of_ints():
     fn = lambda x: [(round(v.item()), round(v.long().item(), 2)) for v in x.unbind()]  # noqa: E731
     found = ftp.spmd(fn, ftp.simulated_mesh((2,), ("dp",)), P("dp"))(x)
     assert [tuple(map(int, pair)) for pair in found] == fn(x)
+
+
+def test_what_no_integer_can_be_is_an_assumption():
+    fn = lambda x: round(x.item())  # noqa: E731
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("dp",)), P(), check_inputs=True)
+    assert int(step(torch.tensor(2.5, dtype=D))) == 2
+    for x in (float("nan"), float("inf"), -1e19):
+        with pytest.raises(InputError, match=r"round\(\) gets a number of less than 64 bits"):
+            step(torch.tensor(x, dtype=D))
 
 
 def test_a_loss_prints_it(capsys: pytest.CaptureFixture[str]):

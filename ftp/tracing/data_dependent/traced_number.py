@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ftp.ops.assume import assume
 from ftp.tracing.data_dependent.texts import UNKNOWN, decides
 from ftp.tracing.data_dependent.values_read import python_value, read_count
 from ftp.tracing.nested_arguments import map_leaves
@@ -85,7 +86,9 @@ class TracedNumber:
         if not self.value.is_floating_point():
             return round(self.read(), digits) if (digits or 0) < 0 else +self
         if digits is None:
-            return TracedNumber(self.value.round().to(torch.int64))
+            x = self.value.detach()
+            assume(lambda: x.abs() < 2.0**63, "round() gets a number of less than 64 bits")
+            return TracedNumber(x.round().to(torch.int64))
         return TracedNumber(_rounded(self.value, digits))
 
     def __format__(self, spec: str) -> str:

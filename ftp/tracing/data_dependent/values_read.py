@@ -7,6 +7,7 @@ to its end. Where the inputs are large, the program returns the value, and the f
 again with the number: then each number that is read has its own program.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -139,7 +140,7 @@ class Reading:
         if at < len(self.values):
             value = self.values[at]
             claim = f"a value that the function needs as a Python number is {value}"
-            assume(lambda: x == torch.tensor(value, device=x.device), claim)
+            assume(lambda: _holds(x, torch.tensor(value, device=x.device)), claim)
             return value
         self.line = user_line()
         self._asked_inputs = self.inputs.inputs_of(x)
@@ -161,6 +162,15 @@ class Reading:
 
     def made(self) -> Asked:
         return Asked(self.line, self.read, self._asked_inputs)
+
+
+def _holds(x: Tensor, value: Tensor) -> Tensor:
+    """Whether a tensor has a value that was read; of large floats up to the rounding of sums, which
+    ranks add in another order.
+    """
+    if not x.is_floating_point():
+        return x == value
+    return torch.isclose(x, value.to(x.dtype), rtol=1e-5, atol=0, equal_nan=True)
 
 
 _reading: ContextVar[Reading | None] = ContextVar("ftp_reading", default=None)
@@ -196,14 +206,17 @@ def is_reading(level: Level = Level.NEEDED) -> bool:
     return reading is not None and reading.given.level >= level
 
 
-def read(x: Tensor) -> Any:
+def read(x: Tensor, *, has_fractions: bool = True) -> Any:
     """The value of a tensor of integers or bools, read once: a Python number, or nested tuples of
     them; None where none may be read.
+
+    Args:
+        has_fractions: False for a tensor of floats that are whole numbers, infinite or NaN.
     """
     if (value := of_captured(x, Tensor.tolist)) is not None:
         return frozen(value)
-    is_integer = not x.is_floating_point() and not x.is_complex()
-    if x.dtype is torch.uint64 or not is_integer or (reading := _of(x)) is None:
+    is_refused = (x.is_floating_point() and has_fractions) or x.is_complex()
+    if x.dtype is torch.uint64 or is_refused or (reading := _of(x)) is None:
         return None
     numbered = reading.known.setdefault(reading.number(x), [])
     for known, value in numbered:
@@ -259,6 +272,8 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def frozen(value: Any) -> Any:
+    if isinstance(value, float) and math.isnan(value):
+        return math.nan  # one object, which equals itself in tuples
     return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
@@ -272,9 +287,11 @@ def python_value(func: Any, x: Tensor) -> Any:
     """
     if (known := captured_value(func, x)) is not None:
         return known
-    if func is Tensor.__int__ and x.is_floating_point() and x.numel() == 1:
-        x = x.long()
-    value = as_lists(read(x.reshape(()) if func not in _OF_ALL and x.numel() == 1 else x))
+    is_truncated = func is Tensor.__int__ and x.is_floating_point() and x.numel() == 1
+    if is_truncated:  # not by x.long(), which makes an integer of NaN
+        x = x.double().trunc()
+    x = x.reshape(()) if func not in _OF_ALL and x.numel() == 1 else x
+    value = as_lists(read(x, has_fractions=not is_truncated))
     if func is Tensor.numpy and value is not None:
         array = np.array(value, str(x.dtype).removeprefix("torch.")).reshape(x.shape)
         array.setflags(write=False)  # in torch a write to it is one to the tensor
