@@ -34,6 +34,7 @@ class Meaning(Enum):
     WRITES_STRIDED_VIEW = "writes strided view"  # through as_strided of a view
     WRITES_CONJUGATE = "writes conjugate"  # through a part of a view of a conjugate
     NO_PROCESS_GROUP = "no process group"  # asked of torch.distributed without one
+    WRITES_ARRAY = "writes array"  # of NumPy, which may not be written to
     DTYPES = "dtypes"
 
 
@@ -53,12 +54,13 @@ _TEXTS = {
     Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got|has_fw_view",
     Meaning.SIZE_OF_ROWS: r"ShapeOfSelection",
-    Meaning.NUMBER: r"TracedNumber",
+    Meaning.NUMBER: r"TracedNumber|dtype\('O'\)|numpy\.object_",
     Meaning.MAPS_ROWS: r"is of type <class 'ftp\.tracing\.selected_rows\.selected\.Selected'>",
     Meaning.WRITES_STRIDED_VIEW: r"as_strided\(\) is non-compositional",
     Meaning.WRITES_CONJUGATE: r"unresolved conjugated tensors",
     Meaning.NO_PROCESS_GROUP: r"Default process group has not been|Unsupported group type: <class"
     r" 'NoneType'>",
+    Meaning.WRITES_ARRAY: r"(assignment destination|output array) is read-only",
     Meaning.DTYPES: r"\bdtypes?\b|scalar type|same datatype",
 }
 # Words that the user's own errors may hold too.

@@ -129,6 +129,12 @@ _BY_MEANING: dict[Meaning, tuple[type[TraceError], str]] = {
         "The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they"
         " cannot be traced. Recompute a block with ftp.remat(block)(*args), or call it as it is.",
     ),
+    Meaning.WRITES_ARRAY: (
+        TraceError,
+        "The function writes to an array that is read-only{at}, as those that x.numpy() gives: in"
+        " torch that is a write to the tensor. Write to the tensor, or to a copy of the array,"
+        " x.numpy().copy().",
+    ),
     Meaning.META_IN_FORWARD_MODE: (
         ForwardModeRefused,
         "torch does not trace the gradient of a forward-mode derivative under torch.vmap of"

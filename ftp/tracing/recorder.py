@@ -42,6 +42,7 @@ from ftp.torch_internals.modes import (
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.call_cache import Recall, TracedCall, track
 from ftp.tracing.captured import ReadTensor, read_now
+from ftp.tracing.data_dependent.arrays import Arrays
 from ftp.tracing.data_dependent.paths import same_region
 from ftp.tracing.explain_errors import SURROUNDING, explain, located, of_earlier_trace
 from ftp.tracing.op_facts import (
@@ -79,6 +80,7 @@ class Recorder(TorchDispatchMode):
         constants: the captured tensors.
         with_values: those of them that have values, by their places among the constants.
         read: of those that the function read as Python numbers, by their ids, what they held.
+        arrays: NumPy's arrays of traced tensors.
 
     A node of the backward pass gets the line of its forward op, found by autograd's sequence
     numbers.
@@ -105,6 +107,7 @@ class Recorder(TorchDispatchMode):
         self.constants: list[Tensor] = []
         self.with_values: dict[int, Tensor] = {}
         self.read: dict[int, ReadTensor] = {}
+        self.arrays = Arrays()
         self.line = ""
         self.replayed: Mapping[str, Any] | None = None
         self._phase = 0
@@ -191,6 +194,8 @@ class Recorder(TorchDispatchMode):
                     self._wrappers[id(wrapper)] = wrapper
             return NotImplemented  # their class runs ops on the tensors in them
         check_call(func, facts, args, kwargs, line)
+        if facts.is_mutable:
+            self.arrays.check_written(func, args, kwargs, line)
         if facts.reads_value and _is_real_number(func, args):
             self.note_read(args[0])
             with disable_current_modes():

@@ -385,7 +385,8 @@ def _recorded(
         # Not around make_fx: it asks some twenty attributes of every input.
         captured = captured_values_from(CapturedValues(recorder).read)
         once = casting_once(casts_once)
-        with unchecked(recorder.note_read, known), captured, once, recorder.recording():
+        read = unchecked(recorder.note_read, known, recorder.arrays)
+        with read, captured, once, recorder.recording():
             try:
                 ran = paths.of(lambda: run(filled))
             finally:

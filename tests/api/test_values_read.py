@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -415,6 +416,62 @@ def test_arrays_of_numpy_are_read():
     step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
     for k in INDICES:
         torch.testing.assert_close(step(W, X, k), expected(fn, W, X, k))
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        lambda k: (k.to(torch.uint8).numpy() + 250).sum(),  # of 8 bits
+        lambda k: (~k.int().numpy()).sum() * (2 if k.int().numpy().dtype == np.int32 else 3),
+        lambda k: np.bincount(k.numpy()).max(),  # which takes no Python objects
+        lambda k: torch.from_numpy(k.numpy() * 2).max().item(),
+        lambda k: np.sort(k.numpy().copy())[::-1].cumsum()[2],
+    ],
+)
+def test_arrays_compute_as_numpys(counted: Callable[[Tensor], Any]):
+    def fn(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+        return (x @ w).sum() * float(counted(k))
+
+    step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    for k in (*INDICES, INDICES[0]):
+        torch.testing.assert_close(step(W, X, k), expected(fn, W, X, k))
+
+
+def _written_array(k: Tensor) -> Tensor:
+    array = k.numpy()
+    array[0] = 3
+    return k.sum()
+
+
+def _written_beside_an_array(k: Tensor) -> Tensor:
+    y = k + 0
+    part = y.numpy()[1:]
+    y[2] = 3
+    return y.new_tensor(part[1])
+
+
+def _written_constant(k: Tensor) -> Tensor:
+    places = torch.arange(3)
+    array = places.numpy()
+    places += 1
+    return k.sum() + int(array[0])
+
+
+@pytest.mark.parametrize("fn", [_written_array, _written_beside_an_array, _written_constant])
+def test_an_array_shares_memory_with_its_tensor(fn: Callable[[Tensor], Tensor]):
+    with pytest.raises(TraceError, match=r"test_values_read.py(.|\n)*x.numpy\(\)"):
+        ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P())(INDICES[0])
+
+
+def test_an_array_that_is_no_more_forbids_no_write():
+    def fn(k: Tensor) -> Tensor:
+        y = k + 0
+        first = y.numpy()[0]
+        y.zero_()
+        return y + first
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P())
+    assert torch.equal(step(INDICES[1]), fn(INDICES[1]))
 
 
 def test_an_array_of_values_is_an_index():

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import field, replace
 from enum import IntEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -293,9 +292,7 @@ def python_value(func: Any, x: Tensor) -> Any:
     x = x.reshape(()) if func not in _OF_ALL and x.numel() == 1 else x
     value = as_lists(read(x, has_fractions=not is_truncated))
     if func is Tensor.numpy and value is not None:
-        array = np.array(value, str(x.dtype).removeprefix("torch.")).reshape(x.shape)
-        array.setflags(write=False)  # in torch a write to it is one to the tensor
-        return array
+        return np.array(value, str(x.dtype).removeprefix("torch.")).reshape(x.shape)
     if value is None or func in _OF_ALL:
         return value
     return _CONVERTED.get(func, lambda number: number)(value)
@@ -303,15 +300,7 @@ def python_value(func: Any, x: Tensor) -> Any:
 
 def captured_value(func: Any, x: Tensor) -> Any:
     """As `python_value`, of captured tensors alone."""
-    return of_captured(x, partial(_known_value, func))
-
-
-def _known_value(func: Any, x: Tensor) -> Any:
-    if func is not Tensor.numpy:
-        return func(x)
-    array = x.clone().numpy()
-    array.setflags(write=False)
-    return array
+    return of_captured(x, func)
 
 
 _OF_ALL = (Tensor.tolist, Tensor.numpy)

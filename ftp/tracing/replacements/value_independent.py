@@ -34,6 +34,7 @@ from ftp.torch_internals.functorch import (
     temporarily_clear_interpreter_stack,
     unwrapped,
 )
+from ftp.tracing.data_dependent.arrays import Arrays
 from ftp.tracing.data_dependent.guards import guard_at, line_of_identity
 from ftp.tracing.data_dependent.known_values import KnownValues
 from ftp.tracing.data_dependent.paths import decided, note_integers
@@ -82,11 +83,14 @@ class unchecked(ModeOfBlocks):
     Args:
         note_read: takes a captured tensor that is read in a way that no op shows.
         known: the values that are known while tracing.
+        arrays: gets NumPy's arrays of tensors.
     """
 
-    def __init__(self, note_read: Callable[[Tensor], None], known: KnownValues) -> None:
+    def __init__(
+        self, note_read: Callable[[Tensor], None], known: KnownValues, arrays: Arrays
+    ) -> None:
         super().__init__()
-        self._note_read, self._known = note_read, known
+        self._note_read, self._known, self._arrays = note_read, known, arrays
         self._addresses = Addresses()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,7 +167,7 @@ class unchecked(ModeOfBlocks):
             lists = (x for x in (*args, *kwargs.values()) if not isinstance(x, Tensor))
             self._note_items(tuple(lists))
         if func in _READING and (found := self._read(func, args[0])) is not None:
-            return found
+            return found if func is not Tensor.numpy else self._arrays.add(found, args[0])
         if func in COMPARING and (found := self._compared(func, args, kwargs)) is not None:
             return found
         return (_UNCHECKED.get(func) or func)(*args, **kwargs)
@@ -197,7 +201,7 @@ class unchecked(ModeOfBlocks):
         frame = _asking_frame() if func in _ASKING else None
         if frame is not None and (guarded := _guarded(x, frame)) is not None:
             return guarded
-        if func is Tensor.numpy and not (x.is_floating_point() or x.dtype is torch.bool):
+        if func is Tensor.numpy and x.dtype is torch.int64:  # numbers of a program are of 64 bits
             numbers = self._read(Tensor.tolist, x)
             return None if numbers is None else np.array(numbers, dtype=object)
         if func in (Tensor.item, Tensor.tolist):
