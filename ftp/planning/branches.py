@@ -6,6 +6,7 @@ the choice of its cond.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from ftp.ops.choose import BranchPath, common, number_of, read_in
 from ftp.planning.graph import Graph, Node, Rewrite, Value, unchanged
@@ -48,16 +49,29 @@ def _together(nodes: Sequence[Node], depth: int) -> list[Node]:
     for node in nodes:
         if len(node.branch) > depth:
             groups.setdefault(node.branch[depth], []).append(node)
-    ordered: list[Node] = []
+    here = {node for node in nodes if len(node.branch) <= depth}
+    ordered: dict[Node, None] = {}
     done: set[int] = set()
-    for node in nodes:
-        if len(node.branch) > depth:
-            continue
+
+    def place(node: Node) -> None:
         number = number_of(node.target, node.args)
         if number >= 0 and number not in done:
             done.add(number)
-            for side in (True, False):
-                ordered += _together(groups.get((number, side), ()), depth + 1)
-        ordered.append(node)
+            sides = [groups.get((number, side), []) for side in (True, False)]
+            for inner in chain(*sides):  # may read a reshard that comes after the first choice
+                place_operands(inner)
+            for side in sides:
+                ordered.update(dict.fromkeys(_together(side, depth + 1)))
+        place_operands(node)
+        ordered[node] = None
+
+    def place_operands(node: Node) -> None:
+        for value in node.operands:
+            if value.node in here and value.node not in ordered:
+                place(value.node)
+
+    for node in nodes:
+        if node in here and node not in ordered:
+            place(node)
     assert len(ordered) == len(nodes), "each branch has a choice"
-    return ordered
+    return list(ordered)

@@ -597,3 +597,21 @@ def test_whether_a_value_is_in_a_tensor():
         at = torch.tensor(ids)
         grads, value = torch.func.grad_and_value(loss)(W, X, at)
         torch.testing.assert_close(step(W, X, at), (value, grads))
+
+
+@pytest.mark.parametrize("spec", [P("tp"), P(None, "tp")])
+def test_decisions_in_layers_that_run_again(spec: P):
+    """Both ways read a reshard that is made after the value, and before the gradient, is chosen."""
+
+    def layer(_: Tensor, h: Tensor) -> Tensor:
+        return (h.sin() @ h if h.sum() > 0 else h.cos()) * 0.3 + h
+
+    def loss(w: Tensor) -> Tensor:
+        return ftp.scan(layer, torch.zeros(3), w.tanh(), remat="nothing").square().sum()
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), spec, certify=True)
+    for w in (W, -W):
+        grad, expected = torch.func.grad_and_value(loss)(w)
+        value, found = step(w)
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, grad, rtol=1e-11, atol=1e-11)
