@@ -3,6 +3,7 @@ program of its own, equal to one device.
 """
 
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 W = torch.linspace(-1, 2, 24, dtype=torch.float64).sin().reshape(4, 6)
 X = torch.linspace(-2, 3, 24, dtype=torch.float64).cos().reshape(6, 4)
+MESH = ftp.simulated_mesh((2,), ("tp",))
 MESHES = [((2,), ("tp",)), ((3,), ("tp",)), ((2, 2), ("dp", "tp"))]
 
 
@@ -260,6 +262,15 @@ def test_integers_of_floats_are_pythons(dtype: torch.dtype):
     for largest in (2.9, -2.9, float("nan"), 1e30, float("inf"), float("nan"), -1e-9):
         x = torch.full((6, 4), largest, dtype=torch.float64)
         torch.testing.assert_close(step(W, x), expected(fn, W, x))
+
+
+@pytest.mark.parametrize("at", [bool, int, lambda x: 1 if x else 2])
+def test_one_number_of_many_elements_is_torchs_error(at: Callable[[Tensor], Any]):
+    step = ftp.spmd(lambda x, k: x[: int(k.sum())].sum() * at(k), MESH, P())
+    with pytest.raises((RuntimeError, ValueError)) as due:
+        at(INDICES[0])
+    with pytest.raises(due.type, match=re.escape(str(due.value))):
+        step(X, INDICES[0])
 
 
 def test_reports_are_of_the_values_read_last():

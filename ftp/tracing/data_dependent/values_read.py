@@ -284,13 +284,14 @@ def python_value(func: Any, x: Tensor) -> Any:
     """The result of a method of a tensor that gives Python numbers; None where none may be read.
     Fractions of arguments are not read: a step would have a program for each.
     """
+    if func not in _OF_ALL and x.numel() != 1:
+        return None  # torch raises an error
     if (known := captured_value(func, x)) is not None:
         return known
-    is_truncated = func is Tensor.__int__ and x.is_floating_point() and x.numel() == 1
+    is_truncated = func is Tensor.__int__ and x.is_floating_point()
     if is_truncated:  # not by x.long(), which makes an integer of NaN
         x = x.double().trunc()
-    x = x.reshape(()) if func not in _OF_ALL and x.numel() == 1 else x
-    value = as_lists(read(x, has_fractions=not is_truncated))
+    value = as_lists(read(x if func in _OF_ALL else x.reshape(()), has_fractions=not is_truncated))
     if func is Tensor.numpy and value is not None:
         return np.array(value, str(x.dtype).removeprefix("torch.")).reshape(x.shape)
     if value is None or func in _OF_ALL:
