@@ -101,11 +101,11 @@ class StepsByValues:
             record.exchange("values read", _FAILED)
             record.agree(record.next(), e)
             raise
-        sent = record.exchange("values read", json.dumps([own.level, own.values]))
+        sent = record.exchange("values read", json.dumps([own.level, own.way, own.values]))
         if _FAILED in sent:
             record.agree(record.next(), {})  # which raises
-        level, values = json.loads(sent[0])
-        first = replace(own, values=frozen(values), level=Level(level))
+        level, way, values = json.loads(sent[0])
+        first = replace(own, values=frozen(values), level=Level(level), way=way)
         if first != own:
             traced = None
         if first not in programs:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch._C import _set_throw_on_mutable_data_ptr
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
@@ -36,3 +37,17 @@ def index_in_slice(size: Any, index: Any) -> Any:
 
 _index_in_slice = fake_impls._compute_slice_index
 SLICES = fake_impls, {"_compute_slice_index": index_in_slice}
+
+
+def list_at_once(x: FakeTensor) -> Any:
+    """``x.tolist()`` as one call, which function modes see. torch lists a tensor without values an
+    item at a time, and refuses the call where no mode answers it.
+    """
+    try:
+        return torch.Tensor.tolist(x)
+    except RuntimeError:
+        return _list_by_items(x)
+
+
+_list_by_items = FakeTensor.tolist
+LISTS = FakeTensor, {"tolist": list_at_once}

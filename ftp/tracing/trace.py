@@ -25,6 +25,7 @@ from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten
 from ftp.source import describe_line, user_line
 from ftp.torch_internals import deferred_compiler
+from ftp.torch_internals.fake_tensors import LISTS
 from ftp.tracing.alike import Alike, RecordedOps, recording_of
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import ReadTensor
@@ -53,6 +54,7 @@ from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.replacements.fused_ops import FUSED, as_on_device, as_primitives
 from ftp.tracing.replacements.libraries import patched_libraries
 from ftp.tracing.replacements.nested_traces import nested_traces
+from ftp.tracing.replacements.replaced import replaced
 from ftp.tracing.replacements.reshaped_views import check_reshaped_views
 from ftp.tracing.replacements.value_independent import unchecked
 from ftp.tracing.row_indices import gather_rows
@@ -241,20 +243,21 @@ class _Request:
 def _made(
     request: _Request, *, reads: ValuesRead | None, whole: WholeInputs | None = None
 ) -> Traced:
-    return _by_any_way(partial(_traced, request, reads=reads, whole=whole))
-
-
-def _by_any_way(made: Callable[[list[Recorder]], Traced]) -> Traced:
-    """A trace by the first of `WAYS` to take gradients that the function accepts."""
+    """A trace by the first of `WAYS` to take gradients that the function accepts. One that has read
+    values begins with the way by which it did: by another way it may read others.
+    """
     refused: GradientRefused | None = None
-    for by in WAYS:
+    first = 0 if reads is None or not reads.values else WAYS.index(reads.way)
+    for by in WAYS[first:]:
+        reads = reads and replace(reads, way=by)
         with taking(by) as gradient:
             try:
-                return _with_derivatives(made)
+                return _with_derivatives(partial(_traced, request, reads=reads, whole=whole))
             except GradientRefused as error:
                 refused = refused or error
                 if not gradient.is_taken:
                     break
+        reads, whole = reads and replace(reads, values=()), whole and replace(whole, after=0)
     assert refused is not None
     raise refused
 
@@ -405,6 +408,7 @@ def _recorded(
         nested_traces(),
         patched_libraries(),
         gradients_by_torch(),
+        replaced(*LISTS),
         _sizes_asked(recorder),
         recorder.mode,
         _force_original_view_tracking(True),

@@ -356,6 +356,17 @@ def _caught_as_torch_raises(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
     return (rows @ w).square().sum()
 
 
+def _a_list_before_a_block(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    """torch.func refuses the block, whose number depends on another argument."""
+    n = int(k.sum())
+    if k[0] > 0:
+        n += 1
+    most = max(k[:3].tolist())
+    block = lambda x: torch.tanh(x @ w) * int((x @ w).detach().sum() * 3)  # noqa: E731
+    y: Any = checkpoint(block, x, use_reentrant=False)
+    return y.square().sum() * (n + most)
+
+
 def _raised_as_another(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
     try:
         n = [1, 2, 4, 8][k.max()]
@@ -371,6 +382,7 @@ def _raised_as_another(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
         _written_at_the_end,
         _caught_alone,
         _caught_as_torch_raises,
+        _a_list_before_a_block,
         _raised_as_another,
     ],
 )
@@ -483,6 +495,17 @@ def test_an_array_that_is_no_more_forbids_no_write():
 
     step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P())
     assert torch.equal(step(INDICES[1]), fn(INDICES[1]))
+
+
+def test_a_list_is_one_value():
+    def fn(w: Tensor, k: Tensor) -> Tensor:
+        first, second, *_ = k.tolist()
+        return w.new_ones(first, 4) @ w + w.new_ones(second, 1).cumsum(0)[-1]
+
+    step = ftp.spmd(fn, MESH, (P("tp"), P()), P())
+    k = torch.arange(70) % 4 + 1
+    torch.testing.assert_close(step(W, k), fn(W, k))
+    assert len([c for c in step.lower(W, k).assumptions if "a Python number" in c]) == 1
 
 
 def test_an_array_of_values_is_an_index():

@@ -52,11 +52,14 @@ class ValuesRead:
 
     Attributes:
         inputs: the places of inputs that were whole for it.
+        way: to take gradients, by which the function was traced (`ftp.tracing.gradient.WAYS`):
+            another one may read other values.
     """
 
     values: tuple[Any, ...] = ()
     level: Level = Level.NEEDED
     inputs: tuple[int, ...] = ()
+    way: str = ""
 
     def then(self, value: Any) -> "ValuesRead":
         return replace(self, values=(*self.values, frozen(value)))
