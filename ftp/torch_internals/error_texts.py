@@ -54,7 +54,7 @@ _TEXTS = {
     Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got|has_fw_view",
     Meaning.SIZE_OF_ROWS: r"ShapeOfSelection",
-    Meaning.NUMBER: r"TracedNumber|dtype\('O'\)|numpy\.object_",
+    Meaning.NUMBER: r"TracedNumber|dtype\('O'\)|numpy\.object_|PyList_Check",
     Meaning.MAPS_ROWS: r"is of type <class 'ftp\.tracing\.selected_rows\.selected\.Selected'>",
     Meaning.WRITES_STRIDED_VIEW: r"as_strided\(\) is non-compositional",
     Meaning.WRITES_CONJUGATE: r"unresolved conjugated tensors",

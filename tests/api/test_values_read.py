@@ -497,6 +497,17 @@ def test_an_array_that_is_no_more_forbids_no_write():
     assert torch.equal(step(INDICES[1]), fn(INDICES[1]))
 
 
+def test_a_number_that_torch_asserts_to_be_a_list():
+    def fn(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+        y = x @ w
+        y = y.roll(k.sum().tolist() % 3, 0)
+        return (y * X[:, :1]).sum()
+
+    step = ftp.shard(fn, MESH, P("tp"))
+    for k in (*INDICES, INDICES[0]):
+        torch.testing.assert_close(step(W, X, k), expected(fn, W, X, k))
+
+
 def test_a_list_is_one_value():
     def fn(w: Tensor, k: Tensor) -> Tensor:
         first, second, *_ = k.tolist()

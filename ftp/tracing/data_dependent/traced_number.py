@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from ftp.ops.assume import assume
+from ftp.torch_internals.error_texts import Meaning, meaning_of
+from ftp.torch_internals.fake_tensors import DataDependentOutputException
 from ftp.tracing.data_dependent.texts import UNKNOWN, decides
-from ftp.tracing.data_dependent.values_read import python_value, read_count
+from ftp.tracing.data_dependent.values_read import is_reading, python_value, read_count
 from ftp.tracing.nested_arguments import map_leaves
 from ftp.tracing.same_values import holds_same
-from ftp.tracing.selected_rows.refused import number_refused, numpy_refused
+from ftp.tracing.selected_rows.refused import note_needed, number_refused, numpy_refused
 
 
 class TracedNumber:
@@ -215,6 +217,18 @@ def arrays_stacked(tree: Any) -> Any:
 def numbers_read(tree: Any) -> Any:
     """Nested arguments with traced numbers read as Python's."""
     return map_leaves(lambda x: x.read() if isinstance(x, TracedNumber) else x, tree)
+
+
+def is_answered_by_reading(error: Exception) -> bool:
+    """Whether torch may have raised an error because it got a tensor in place of a number, which
+    can be read.
+    """
+    kinds = TypeError, DataDependentOutputException
+    if not isinstance(error, kinds) and meaning_of(error) is not Meaning.NUMBER:
+        return False
+    if not is_reading():
+        note_needed(error)
+    return is_reading()
 
 
 def beside_narrow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

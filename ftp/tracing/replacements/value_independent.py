@@ -42,6 +42,7 @@ from ftp.tracing.data_dependent.traced_number import (
     TracedNumber,
     arrays_stacked,
     beside_narrow,
+    is_answered_by_reading,
     numbers_read,
     without_numbers,
 )
@@ -114,9 +115,8 @@ class unchecked(ModeOfBlocks):
             try:
                 with tried():
                     return self._called(func, types, args, kwargs)
-            except (TypeError, DataDependentOutputException) as error:
-                if not is_reading():
-                    note_needed(error)
+            except (TypeError, RuntimeError) as error:
+                if not is_answered_by_reading(error):
                     raise
             args, kwargs = numbers_read(given)  # torch takes them as sizes
             types = ()
