@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ftp.errors import InputError
-from ftp.ops.assume import assume, is_listening
+from ftp.ops.assume import assume
+from ftp.torch_internals.fake_tensors import is_fake
 
 
 def nonzero(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
@@ -207,7 +208,7 @@ def while_loop(
 
     for _ in range(max_steps):
         goes_on = cond_fn(*values)
-        if is_listening():
+        if isinstance(goes_on, Tensor) and is_fake(goes_on):
             values = torch.cond(goes_on, body, stay, values)
         elif goes_on:
             values = body(*values)

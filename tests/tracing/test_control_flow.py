@@ -752,6 +752,22 @@ def test_a_loop_that_ends_by_values(shape: tuple[int, ...]):
     assert len(trips) > 1 and max(trips) < 9
 
 
+def test_a_loop_in_a_loop():
+    def inner(h: Tensor) -> Tensor:
+        loop = ftp.static.while_loop
+        return loop(lambda h: h.norm() > 0.5, lambda h: 0.6 * h, (h,), max_steps=4)[0]
+
+    def nested(p: Params, x: Tensor) -> Tensor:
+        (z,) = ftp.static.while_loop(
+            lambda z: z.norm() > 0.4, lambda z: 0.9 * inner(z.sin() @ p["a"]), (x,), max_steps=3
+        )
+        return (z @ p["b"]).square().mean()
+
+    for scale in (0.1, 1):  # no iteration, and several
+        p, x = inputs(6, 4, 1)
+        check(nested, nested, (2,), P(None, "tp"), p, x * scale)
+
+
 def test_a_loop_that_does_not_end_within_its_steps():
     def loop(x: Tensor) -> Tensor:
         (y,) = ftp.static.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, (x,), max_steps=2)
