@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
+from torch.autograd.graph import saved_tensors_hooks
 
 from ftp.context import set_within
 from ftp.dataclass import dataclass
@@ -18,9 +19,11 @@ from ftp.errors import InputError, TraceError, raise_all
 from ftp.ops.microbatch_means import current_means, is_plain, means_of_trace
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.torch_internals import pytree
+from ftp.torch_internals.error_texts import Meaning, meaning_of
 from ftp.torch_internals.functorch import peek_interpreter_stack
 from ftp.tracing.explain_errors import defined_at
 from ftp.tracing.replacements.replaced import replaced
+from ftp.tracing.selected_rows.refused import note_needed
 from ftp.tracing.selected_rows.results import counted
 
 aten = torch.ops.aten
@@ -73,6 +76,40 @@ _gradient: ContextVar[GradientWay | None] = ContextVar("ftp.tracing.gradient", d
 def taking(by: str) -> Iterator[GradientWay]:
     with set_within(_gradient, GradientWay(by)) as taken:
         yield taken
+
+
+@contextmanager
+def refusals_noted() -> Iterator[None]:
+    """Within the block errors are noted that torch.func alone raises: a function that catches one
+    is traced by another way, in which it gets none.
+    """
+    gradient = _gradient.get()
+    if gradient is None or gradient.by != WAYS[0]:
+        yield
+        return
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except RuntimeError as error:
+                if meaning_of(error) in _OF_FUNC:
+                    note_needed(error)
+                raise
+
+        return run
+
+    apply = classmethod(noted(vars(torch.autograd.Function)["apply"].__func__))
+    hooked = noted(saved_tensors_hooks.__enter__)
+    with (
+        replaced(torch.autograd.Function, {"apply": apply}),
+        replaced(saved_tensors_hooks, {"__enter__": hooked}),
+    ):
+        yield
+
+
+_OF_FUNC = (Meaning.FORWARD_TAKES_CTX, Meaning.SAVED_TENSOR_HOOKS)
 
 
 def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:

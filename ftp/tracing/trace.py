@@ -46,7 +46,7 @@ from ftp.tracing.data_dependent.values_read import (
 )
 from ftp.tracing.forward_mode import ForwardModeRefused, by_reverse_mode
 from ftp.tracing.functionalize_graph import constants_last, functional_form, lift_attributes
-from ftp.tracing.gradient import WAYS, gradients_by_torch, taking
+from ftp.tracing.gradient import WAYS, gradients_by_torch, refusals_noted, taking
 from ftp.tracing.input_values import InputValues, ReadProgram, WholeInputs, small_inputs
 from ftp.tracing.left_behind import LeftBehind, as_next_call, ending, forget_cached, left_behind
 from ftp.tracing.reads import result_of, with_reads
@@ -408,6 +408,7 @@ def _recorded(
         nested_traces(),
         patched_libraries(),
         gradients_by_torch(),
+        refusals_noted(),
         replaced(*LISTS),
         _sizes_asked(recorder),
         recorder.mode,

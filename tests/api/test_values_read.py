@@ -367,6 +367,25 @@ def _a_list_before_a_block(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
     return y.square().sum() * (n + most)
 
 
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 3
+
+
+def _caught_where_torch_func_raises(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    y: Any = x @ w
+    with suppress(Exception):
+        y = _Doubled.apply(y)
+    with suppress(Exception):
+        y = checkpoint(lambda y: torch.tanh(y) * 2, y, use_reentrant=False)
+    return y.square().sum()
+
+
 def _raised_as_another(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
     try:
         n = [1, 2, 4, 8][k.max()]
@@ -383,6 +402,7 @@ def _raised_as_another(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
         _caught_alone,
         _caught_as_torch_raises,
         _a_list_before_a_block,
+        _caught_where_torch_func_raises,
         _raised_as_another,
     ],
 )

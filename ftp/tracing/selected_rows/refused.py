@@ -27,8 +27,8 @@ def value_error(message: str) -> TraceError:
 
 
 def note_needed(error: Exception) -> None:
-    """Note an error that the function gets because it needs a value; not for a line of a log, where
-    Python's logging prints errors, and goes on without the line.
+    """Note an error that the function gets in a trace alone, because it needs a value or another
+    way to its gradient; not for a line of a log, where Python's logging prints errors, and goes on.
     """
     if (needed := _NEEDED.get()) is not None and not is_called_from(logging.__file__):
         needed.append((error, users_call()))
