@@ -56,7 +56,7 @@ from ftp.tracing.refused_calls import (
     check_strided,
     wrappers_in,
 )
-from ftp.tracing.zero_tangents import WITH_SIZES
+from ftp.tracing.zero_tangents import RECORDED_AS
 
 if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic
@@ -216,9 +216,7 @@ class Recorder(TorchDispatchMode):
             if facts.is_mutable:
                 self._keep_vals(args)
             before = root._prev
-            out = _called(
-                func if self.symbolic is None else WITH_SIZES.get(func, func), args, kwargs
-            )
+            out = _called(RECORDED_AS.get(func, func), args, kwargs)
             check_strided(func, out, line)
             if call:
                 self.recall.learn(call, out, since(before, root), self.tracer)

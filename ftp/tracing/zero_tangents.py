@@ -23,11 +23,13 @@ def _zeros_like(x: Tensor, like: Tensor, *, self_num_batch_dims: int = 0) -> Ten
     return torch.zeros_like(whole, dtype=x.dtype)
 
 
-WITH_SIZES: dict[Any, Any] = {
+RECORDED_AS: dict[Any, Any] = {
     aten._efficientzerotensor.default: _zeros,
     aten._new_zeros_with_same_feature_meta.default: _zeros_like,
 }
-"""What is recorded in place of ops whose C++ asks for sizes as numbers, where sizes are dynamic."""
+"""What is recorded in place of ops whose C++ asks for sizes as numbers, which may be dynamic, and
+skips products of zeros: each run of the function has the same ops.
+"""
 
 
 def drop_zero_tangents(graph: fx.Graph) -> None:

@@ -615,3 +615,19 @@ def test_decisions_in_layers_that_run_again(spec: P):
         value, found = step(w)
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found, grad, rtol=1e-11, atol=1e-11)
+
+
+def test_a_decision_by_a_curvature():
+    """torch skips products of the zero tangents that the first run of a trace makes."""
+
+    def loss(w: Tensor, x: Tensor, d: Tensor) -> Tensor:
+        grad = torch.func.grad(lambda w: (2 * x @ w).sin().sum())
+        product = torch.func.jvp(grad, (w,), (d,))[1]
+        return ((w + d) if (d * product).sum() > 0 else (w - product)).square().sum()
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P("tp"), certify=True)
+    for d in (W.sin(), W.cos() - 1):
+        grad, expected = torch.func.grad_and_value(loss)(W, X, d)
+        value, found = step(W, X, d)
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, grad, rtol=1e-11, atol=1e-11)
