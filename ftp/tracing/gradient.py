@@ -100,10 +100,14 @@ def refusals_noted() -> Iterator[None]:
 
         return run
 
-    apply = classmethod(noted(vars(torch.autograd.Function)["apply"].__func__))
+    applied = vars(torch.autograd.Function)["apply"]  # from torch 2.14 on of C
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return applied.__get__(None, cls)(*args, **kwargs)
+
     hooked = noted(saved_tensors_hooks.__enter__)
     with (
-        replaced(torch.autograd.Function, {"apply": apply}),
+        replaced(torch.autograd.Function, {"apply": classmethod(noted(apply))}),
         replaced(saved_tensors_hooks, {"__enter__": hooked}),
     ):
         yield
