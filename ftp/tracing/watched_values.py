@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ftp.errors import StaleCaptureWarning
 from ftp.functional.attributes import CONSTANTS
 from ftp.tracing.changed_state import is_same_program
@@ -74,32 +76,39 @@ class WatchedValues:
         )
 
 
-class _Items(StatePlace):
-    """The items of a list, of which the place holds a copy. A dict may be a cache, which grows."""
+class _Contents(StatePlace):
+    """The items of a list, or the elements of an array of NumPy, of which the place holds a copy. A
+    dict may be a cache, which grows.
+    """
 
-    def now(self) -> list[Any]:
+    def now(self) -> Any:
         return self.holder
 
-    def put(self, value: list[Any]) -> None:
-        self.holder[:] = value
+    def put(self, value: Any) -> None:
+        self.holder[... if isinstance(value, np.ndarray) else slice(None)] = value
 
 
 def _is_changed(place: StatePlace) -> bool:
     now, was = place.now(), place.value
-    if isinstance(place, _Items):
-        return len(now) != len(was)
-    return now is not was and (type(now) is not type(was) or now != was)
+    if not isinstance(place, _Contents):
+        return now is not was and (type(now) is not type(was) or now != was)
+    if isinstance(now, np.ndarray):
+        return now.tobytes() != was.tobytes()
+    return len(now) != len(was)
 
 
 def _described(place: StatePlace) -> str:
-    if isinstance(place, _Items):
-        return f"{place.name}, went from {len(place.value)} items to {len(place.now())}"
-    return f"{place.name}, went from {place.value!r} to {place.now()!r}"
+    now, was = place.now(), place.value
+    if not isinstance(place, _Contents):
+        return f"{place.name}, went from {was!r} to {now!r}"
+    if isinstance(now, np.ndarray):
+        return f"{place.name}, an array of NumPy, has got other elements"
+    return f"{place.name}, went from {len(was)} items to {len(now)}"
 
 
 @contextmanager
 def _as_before(places: list[StatePlace]) -> Iterator[None]:
-    now = [[*place.now()] if isinstance(place, _Items) else place.now() for place in places]
+    now = [place.now().copy() if isinstance(place, _Contents) else place.now() for place in places]
     try:
         for place in places:
             place.put(place.value)
@@ -110,19 +119,25 @@ def _as_before(places: list[StatePlace]) -> Iterator[None]:
 
 
 def _places_read(fn: Callable[..., Any]) -> Iterator[StatePlace]:
-    """The constants and containers around a function, if its code may read them: it has the names
-    of all attributes on the way there.
+    """The constants, lists and arrays around a function, if its code may read them: it has the
+    names of all attributes on the way there.
     """
     names = _names_read(fn)
     for place in places_around(fn):
         value, path = place.value, place.name.rpartition(", which ")[0]
-        is_list = type(value) is list
-        if not (is_list and len(value) <= LARGE) and type(value) not in CONSTANTS:
+        has_contents = _has_contents(value)
+        if not has_contents and type(value) not in CONSTANTS:
             continue
         if place.is_fixed:
             continue
         if all(name in names for name in re.findall(r"\.([^\W\d]\w*)", path)):
-            yield _Items(place.name, [*value], value, "") if is_list else place
+            yield _Contents(place.name, value.copy(), value, "") if has_contents else place
+
+
+def _has_contents(value: Any) -> bool:
+    if type(value) is list:
+        return len(value) <= LARGE
+    return type(value) is np.ndarray and value.size <= LARGE and value.flags.writeable
 
 
 def _names_read(fn: Callable[..., Any]) -> set[str]:

@@ -6,6 +6,7 @@ import types
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -57,6 +58,17 @@ def of_list():
     return (lambda x: x * sum(scales)), lambda: scales.append(1.0), "from 1 items to "
 
 
+def of_array():
+    scales = np.array([1.0, 2.0])
+    return (lambda x: x * float(scales[1])), lambda: np.add(scales, 1, scales), "'scales', which "
+
+
+def of_array_as_tensor():
+    held = {"scale": np.array(1.0)}
+    fn = lambda x: x * torch.as_tensor(held["scale"])  # noqa: E731
+    return fn, lambda: np.add(held["scale"], 1, held["scale"]), "held['scale']"
+
+
 def of_tuple():
     held: dict[str, Any] = {"scales": (1.0, 2.0)}
     fn = lambda x: x * (held["scales"] or (5.0,))[0]  # noqa: E731
@@ -81,7 +93,13 @@ def of_global():
     return (lambda x: x * SCALE), change, "'SCALE', which <lambda> "
 
 
-@pytest.mark.parametrize("made", [of_item, of_list, of_tuple, of_attribute, of_method, of_global])
+FORMS = (
+    *(of_item, of_list, of_array, of_array_as_tensor, of_tuple),
+    *(of_attribute, of_method, of_global),
+)
+
+
+@pytest.mark.parametrize("made", FORMS)
 def test_a_value_that_the_caller_changes(made: Any):
     fn, change, name = made()
     (message,) = called(spmd(fn), change)
