@@ -79,24 +79,24 @@ def at_line() -> str:
 
 def raised_line(error: BaseException) -> str:
     """The innermost user's line that ``error`` passed through."""
-    line = ""
-    traceback: TracebackType | None = error.__traceback__
-    while traceback is not None:
-        if _is_users_frame(traceback.tb_frame):
-            line = describe_line(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return line
+    at = _users_traceback(error)
+    return "" if at is None else describe_line(at.tb_frame.f_code.co_filename, at.tb_lineno)
 
 
 def raised_call(error: BaseException) -> tuple[int, int] | None:
     """The call, as of `users_call`, that ``error`` passed through."""
-    call: tuple[int, int] | None = None
-    traceback: TracebackType | None = error.__traceback__
+    at = _users_traceback(error)
+    return None if at is None else (id(at.tb_frame), at.tb_lasti)
+
+
+def _users_traceback(error: BaseException) -> TracebackType | None:
+    """Where ``error`` passed through the innermost user's frame."""
+    found, traceback = None, error.__traceback__
     while traceback is not None:
         if _is_users_frame(traceback.tb_frame):
-            call = id(traceback.tb_frame), traceback.tb_lasti
+            found = traceback
         traceback = traceback.tb_next
-    return call
+    return found
 
 
 def raised_by_user(error: BaseException) -> bool:

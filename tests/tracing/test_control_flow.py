@@ -763,7 +763,7 @@ def test_a_loop_in_a_loop():
         )
         return (z @ p["b"]).square().mean()
 
-    for scale in (0.1, 1):  # no iteration, and several
+    for scale in (0.1, 1):  # one iteration, and several
         p, x = inputs(6, 4, 1)
         check(nested, nested, (2,), P(None, "tp"), p, x * scale)
 
